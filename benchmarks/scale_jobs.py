@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -25,15 +26,14 @@ from companies import PATIENCE_S, Companies, shares
 from distributed import Scheduler
 from stand_ins import AT_ONCE
 
-from hpcdask.clusters.controller import JobController
+from hpcdask.clusters.controller import Controller
 from hpcdask.clusters.job import Policy, worker_names
 from hpcdask.clusters.scheduler import ClusterScheduler
-from hpcdask.clusters.state import ClusterState
 from hpcdask.jobs.discovery import survey
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import set_log_level
 from hpcdask.process import raise_descriptor_limit
-from hpcdask.queues import local_processes
+from hpcdask.queues import local
 from hpcdask.queues.local import DIRECTIVE, LocalQueue
 from hpcdask.security.credentials import load_credentials
 
@@ -45,7 +45,7 @@ MOST_WORKERS = 1000
 class Steps:
     """How often the controller decides, how many jobs it looks at in all, and what that takes."""
 
-    def __init__(self, controller: JobController) -> None:
+    def __init__(self, controller: Controller) -> None:
         self.count, self.seen, self.seconds = 0, 0, 0.0
         step: Callable[[], None] = controller._step
 
@@ -89,24 +89,24 @@ async def measure(jobs: int, place: Path) -> dict[str, float]:
     scheduler.save_keys(str(folder.keys))
     await scheduler.start()
     assert scheduler.server is not None
-    state = ClusterState(scheduler.server, cluster, size=1, policy=Policy(), say=print_aside)
     queue = LocalQueue([cluster])
-    controller = JobController([state], queue, folder, poll_interval_s=5.0)
+    controller = Controller(scheduler.server, queue, folder, poll_interval_s=5.0, say=print_aside)
+    group = controller.add_group("", 1, Policy())
     steps = Steps(controller)
     controller.start()
 
     with timed(found, "submit_s"):
-        controller.groups[""].set_target(jobs)
+        group.want(jobs)
         await controller.wait_submitted([""])
-    await until(lambda: len(folder.reports()) == jobs, "the reports of the jobs")
-    ids = state.live()
+    await until(lambda: len(folder.report().jobs) == jobs, "the reports of the jobs")
+    ids = group.live()
     with timed(found, "query_s", REPEATS):
         for _ in range(REPEATS):
-            seen = await controller._poller.ask(ids)
+            seen = await controller.ask(ids)
     with timed(found, "reconcile_waiting_s", REPEATS):
         for _ in range(REPEATS):
-            controller._observe(set(ids), seen)
-            controller.groups[""].act()
+            controller.observe(set(ids), seen)
+            group.act()
     with timed(found, "survey_s", REPEATS):
         for _ in range(REPEATS):
             clusters, _ = await survey(str(place))
@@ -127,17 +127,17 @@ async def measure(jobs: int, place: Path) -> dict[str, float]:
 
 
 async def measure_workers(
-    controller: JobController,
+    controller: Controller,
     steps: Steps,
     companies: Companies,
     found: dict[str, float],
     keys: str,
 ) -> None:
     """Let the jobs' workers come, decide again, and shrink to half."""
-    state = controller.groups[""].state
-    names = [name for job in state.jobs.values() for name in worker_names(state.cluster, job)]
-    jobs, workers = len(names), state.scheduler.workers
-    known = {"scheduler": state.scheduler.address, "credentials": load_credentials(keys)}
+    group, scheduler = controller.groups[""], controller.scheduler
+    names = [name for job in group for name in worker_names(group.prefix, job)]
+    jobs, workers = len(names), scheduler.workers
+    known = {"scheduler": scheduler.address, "credentials": load_credentials(keys)}
     parts = shares(0, jobs)
     for _ in parts:
         companies.start()
@@ -150,25 +150,25 @@ async def measure_workers(
     before = steps.count, steps.seen, steps.seconds
     with timed(found, "join_s"):
         await asyncio.to_thread(companies.do, "workers_join", most=AT_ONCE)
-        await until(lambda: all(job.workers for job in state.jobs.values()), "workers to be seen")
+        await until(lambda: all(job.workers for job in group), "workers to be seen")
     counts = steps.count - before[0], steps.seen - before[1]
     found["join_steps"], found["join_steps_jobs"] = counts
     found["join_steps_s"] = steps.seconds - before[2]
 
-    ids = state.live()
-    seen = await controller._poller.ask(ids)
+    ids = group.live()
+    seen = await controller.ask(ids)
     with timed(found, "reconcile_running_s", REPEATS):
         for _ in range(REPEATS):
-            controller._observe(set(ids), seen)
-            controller.groups[""].act()
-    state.wanted = jobs // 2  # what to give up, without doing it
+            controller.observe(set(ids), seen)
+            group.act()
+    group.wanted = jobs // 2  # what to give up, without doing it
     with timed(found, "closable_s"):
-        controller.groups[""]._closable()
-    state.wanted = jobs
+        group._closable()
+    group.wanted = jobs
     this = psutil.Process()
     found["rss"], found["descriptors"] = this.memory_info().rss, this.num_fds()
     with timed(found, "shrink_s"):
-        controller.groups[""].set_target(jobs // 2)
+        group.want(jobs // 2)
         await until(lambda: len(workers) <= jobs // 2, "workers to retire")
 
 
@@ -182,16 +182,15 @@ def main() -> None:
     jobs, place = int(sys.argv[1]), Path(sys.argv[2])
     set_log_level("CRITICAL")
     raise_descriptor_limit()
-    locked = local_processes.lock_gpus([f"scale-{os.getpid()}"], 1)
+    taken = {local.JOB: "taken", local.GPUS: f"scale-{os.getpid()}"}
+    holder = subprocess.Popen(["sleep", "infinity"], env={**os.environ, **taken})
     try:
         print(json.dumps(asyncio.run(measure(jobs, place))), flush=True)
     except Exception:
         traceback.print_exc()
         os._exit(1)  # threads may wait for stand-ins that wait, too
     finally:
-        for uuid, file in locked:
-            os.close(file)
-            os.unlink(os.path.join(local_processes.lock_folder(), uuid))
+        holder.kill()
 
 
 if __name__ == "__main__":

@@ -30,9 +30,14 @@ from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.peers import TOPIC
 from hpcdask.node.placement import Inventory
 from hpcdask.process import raise_descriptor_limit
-from hpcdask.runner.link import find_leader
-from hpcdask.runner.protocol import EndRun, RankReport, StartWorkers
-from hpcdask.runner.rendezvous import Rendezvous, RendezvousInfo
+from hpcdask.runner.link import (
+    EndRun,
+    RankReport,
+    Rendezvous,
+    RendezvousInfo,
+    StartWorkers,
+    find_leader,
+)
 from hpcdask.security.credentials import to_security
 
 #: Ranks, cores and bytes of memory of a node that is not there.
@@ -194,16 +199,14 @@ class StandInRank:
     async def dial(self) -> None:
         """Find rank 0 and open the line to it."""
         rendezvous = Rendezvous(self.rank.launch_id, shared=True)
-        found = await find_leader(
-            self.rank, rendezvous, DIAL_TIMEOUT_S, lambda info, failed: f"got no answer: {failed}"
-        )
-        self._channel, self._info = found.channel, found.info
+        found = await find_leader(self.rank, rendezvous, DIAL_TIMEOUT_S)
+        self._info, self._channel, _, _ = found
 
     async def report(self) -> None:
         """Say what it sees."""
         rank, cores = self.rank, tuple(range(CORES))
         seen = Inventory(rank.index, rank.host, rank.local_index, (), cores, MEMORY)
-        self._line.send(**RankReport(rank.index, rank.host, 2**22 + rank.index, "", seen).to_json())
+        self._line.send(RankReport(rank.index, rank.host, 2**22 + rank.index, "", seen))
 
     async def order(self) -> None:
         """Wait for the order to start the worker."""

@@ -13,15 +13,15 @@ from .queues.registry import systems as _systems
 if TYPE_CHECKING:
     from .client.connect import connect as connect
     from .client.gang import gang as gang
+    from .clusters.classes import HTCondorCUDACluster as HTCondorCUDACluster
+    from .clusters.classes import LocalCUDAJobCluster as LocalCUDAJobCluster
+    from .clusters.classes import LSFCUDACluster as LSFCUDACluster
+    from .clusters.classes import MoabCUDACluster as MoabCUDACluster
+    from .clusters.classes import OARCUDACluster as OARCUDACluster
+    from .clusters.classes import PBSCUDACluster as PBSCUDACluster
+    from .clusters.classes import SGECUDACluster as SGECUDACluster
+    from .clusters.classes import SLURMCUDACluster as SLURMCUDACluster
     from .clusters.detached.attached import attach as attach
-    from .clusters.typed import HTCondorCUDACluster as HTCondorCUDACluster
-    from .clusters.typed import LocalCUDAJobCluster as LocalCUDAJobCluster
-    from .clusters.typed import LSFCUDACluster as LSFCUDACluster
-    from .clusters.typed import MoabCUDACluster as MoabCUDACluster
-    from .clusters.typed import OARCUDACluster as OARCUDACluster
-    from .clusters.typed import PBSCUDACluster as PBSCUDACluster
-    from .clusters.typed import SGECUDACluster as SGECUDACluster
-    from .clusters.typed import SLURMCUDACluster as SLURMCUDACluster
     from .gpu.table import gpus as gpus
     from .runner.runner import Runner as Runner
     from .runner.runner import initialize as initialize

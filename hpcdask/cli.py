@@ -10,9 +10,9 @@ import click
 
 from hpcdask import __version__
 from hpcdask.bootstrap.environment import interpreter
-from hpcdask.clusters.detached import command as detached
+from hpcdask.clusters.command import down, list_
+from hpcdask.clusters.detached.command import attach, scale, up
 from hpcdask.errors import HpcdaskError
-from hpcdask.jobs.command import cleanup, jobs
 from hpcdask.logs import complain
 from hpcdask.spec.help import Option
 from hpcdask.stacks.command import logs, stacks
@@ -21,12 +21,25 @@ from hpcdask.upstream.configuration import reading
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
+#: The commands, in the order in which they are met.
+SECTIONS = {
+    "Run a program": ("run", "submit"),
+    "Clusters that outlive a program": ("up", "scale", "attach", "down"),
+    "See what runs": ("list", "stacks", "logs"),
+    "Check and measure": ("doctor", "bench"),
+}
+
 
 class Commands(click.Group):
-    """Commands whose errors are one line and an exit code."""
+    """Commands in sections, whose errors are one line and an exit code."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in SECTIONS.items():
+            with formatter.section(title):
+                found = ((name, self.commands[name]) for name in names if name in self.commands)
+                formatter.write_dl([(name, one.get_short_help_str(70)) for name, one in found], 8)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
         try:
             with reading():
                 return super().invoke(ctx)
@@ -39,7 +52,6 @@ class PassedOn(click.Command):
     """A command that hands its arguments on as they are: options, ``--`` and ``--help``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read nothing."""
         ctx.params["arguments"] = tuple(args)
         return []
 
@@ -54,8 +66,7 @@ def main() -> None:
     """Run Dask on the GPUs of a cluster, and measure what it delivers."""
 
 
-of_detached = (detached.up, detached.list_, detached.scale, detached.attach, detached.down)
-for command in (submit, jobs, cleanup, stacks, logs, *of_detached):
+for command in (submit, list_, down, stacks, logs, up, scale, attach):
     main.add_command(command)
 
 

@@ -20,11 +20,23 @@ Each message says what happened, where, and what to do next, in one line.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HpcdaskError(Exception):
     """Base of all errors that hpcdask raises on purpose."""
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return remake, (type(self), self.args), vars(self)
+
+
+def remake(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """Make an error again, for pickle: a constructor may take other arguments than the text."""
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class UsageError(HpcdaskError, ValueError):
@@ -46,17 +58,7 @@ class SchedulerFileError(UsageError):
 
 
 class MissingExtra(UsageError):
-    """An optional package is not installed.
-
-    Parameters
-    ----------
-    package
-        Name of the missing package, as one imports it.
-    extra
-        The extra of hpcdask that brings it.
-    why
-        What needs it.
-    """
+    """An optional `package` is not installed; the `extra` of hpcdask brings it, `why` needs it."""
 
     def __init__(self, package: str, extra: str, why: str) -> None:
         super().__init__(f"{why} needs {package}, which is not installed: {installing(extra)}")
@@ -100,24 +102,14 @@ class GangError(HpcdaskError):
     def __init__(
         self, text: str, rank: int | None = None, worker: str | None = None, host: str | None = None
     ) -> None:
-        super().__init__(text, rank, worker, host)  # these are what pickle calls it with again
+        super().__init__(text)
         self.rank = rank
         self.worker = worker
         self.host = host
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class QueueError(HpcdaskError):
-    """A command of a queueing system hangs, fails, or answers something unknown.
-
-    Attributes
-    ----------
-    for_now
-        Whether the same may go well later: a limit of the site is reached, or the system is too
-        busy.
-    """
+    """A queueing system hangs, fails, or is not understood; `for_now` if it may go well later."""
 
     for_now = False
 
@@ -133,13 +125,7 @@ class NotHere(QueueError):
 
 
 class Refused(QueueError):
-    """The queueing system did not take a job.
-
-    Attributes
-    ----------
-    fewer
-        Whether it may take fewer of them now. Default: `for_now`.
-    """
+    """The queueing system did not take a job; `fewer` (by default `for_now`) may be taken."""
 
     def __init__(self, text: str, *, for_now: bool = False, fewer: bool | None = None) -> None:
         super().__init__(text)
@@ -148,7 +134,7 @@ class Refused(QueueError):
 
 
 def root_cause(error: BaseException) -> str:
-    """The first cause of an error, in one line; one of ours says by itself what it came from."""
+    """Return the first cause of an error in one line; hpcdask's own errors name theirs."""
     while (cause := error.__cause__) is not None and not isinstance(error, HpcdaskError):
         # a deadline of asyncio has its own means as the cause; asyncio is not imported for it
         if type(cause).__name__ == "CancelledError":

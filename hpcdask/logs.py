@@ -23,7 +23,7 @@ DIED = "hpcdask-worker-died"
 
 
 def say(text: str) -> None:
-    """Print one line for the user; where that cannot be written, the run goes on."""
+    """Print one line for the user; go on if it cannot be written."""
     with contextlib.suppress(OSError, ValueError):
         print(f"hpcdask: {text}", file=sys.stderr, flush=True)
 
@@ -34,24 +34,24 @@ def complain(error: BaseException | str) -> None:
 
 
 def plural(number: int, noun: str) -> str:
-    """``1 worker``, ``2 workers``."""
+    """Return ``1 worker``, ``2 workers``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def natural(name: str) -> list[int | str]:
-    """A key to sort names by, with numbers in them as numbers: w2 before w10."""
+    """Return a key that sorts names by the numbers in them: w2 before w10."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def some(names: Iterable[str], most: int = 5, joint: str = ", ") -> str:
-    """``a, b and 7 more``: each name once, and the first only where there are many."""
+    """Return ``a, b and 7 more``: each name once, and at most the first `most`."""
     listed = list(dict.fromkeys(names))
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return joint.join(listed[:most]) + more
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """``0-3,8`` from 0, 1, 2, 3 and 8."""
+    """Return ``0-3,8`` for 0, 1, 2, 3 and 8."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][1] + 1:
@@ -62,17 +62,17 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def numbered(noun: str, numbers: Collection[int]) -> str:
-    """``rank 3``, ``ranks 0-3,8``."""
+    """Return ``rank 3``, ``ranks 0-3,8``."""
     return f"{noun}{'s' * (len(numbers) != 1)} {spans(numbers)}"
 
 
 def by_host(hosts: Iterable[str]) -> str:
-    """Return how many are where: ``4 on n1, 3 on n2``."""
+    """Return the number of entries of each host: ``4 on n1, 3 on n2``."""
     return some(f"{count} on {host}" for host, count in Counter(hosts).items())
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns for a terminal; the first has their names."""
+    """Lay rows out in columns for a terminal; the first row has the columns' names."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -81,7 +81,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def html_table(rows: Sequence[Sequence[str]]) -> str:
-    """The same for a notebook."""
+    """Lay rows out as `text_table` does, for a notebook."""
     from html import escape
 
     def line(tag: str, row: Sequence[str]) -> str:
@@ -124,10 +124,7 @@ def set_log_level(level: str = "WARNING") -> None:
 
 
 def _not_of_the_departed(record: logging.LogRecord) -> bool:
-    """Leave out that a process, of this cluster say, ended in the middle of a conversation.
-
-    Where it was the scheduler, its stream's end is noticed, and told in one line, by itself.
-    """
+    """Drop or shorten distributed's lines on peers that ended during a conversation."""
     from distributed.comm import CommClosedError
 
     from hpcdask.upstream import distributed

@@ -38,13 +38,13 @@ marks: list[tuple[float, str]] = []
 
 
 def mark(event: str) -> None:
-    """Remember when this event happened."""
+    """Record the time of an event, if the launch was timed."""
     if STARTED in os.environ:
         marks.append((seconds_since_start(), event))
 
 
 def process_status(pid: int) -> list[str]:
-    """Fields of ``/proc/PID/stat`` after the id: name, state, parent, ...; none if it is gone."""
+    """Return name, state, parent and so on of ``/proc/PID/stat``; nothing if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             head, _, fields = file.read().decode(errors="replace").rpartition(")")
@@ -54,10 +54,7 @@ def process_status(pid: int) -> list[str]:
 
 
 def process_start(pid: int) -> str:
-    """When a process started, in the kernel's ticks: with its id, it names one process for good.
-
-    Empty if the process is gone, also where its parent has not asked how it ended.
-    """
+    """Return the start of a process in ticks, unique with its id; empty if it is gone."""
     status = process_status(pid)
     return status[20] if status and status[1] not in "ZX" else ""
 
@@ -71,7 +68,7 @@ def raise_descriptor_limit() -> None:
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL``; real-time signals have numbers only."""
+    """Return ``SIGKILL`` for 9; real-time signals have numbers only."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -79,11 +76,7 @@ def signal_name(number: int) -> str:
 
 
 def detach_standard_streams(*, output: bool) -> None:
-    """Point stdin, and with `output` stdout and stderr too, at /dev/null.
-
-    A launcher waits until every copy of a rank's stdout is closed, and only the user's
-    program may read its stdin.
-    """
+    """Point stdin, or with `output` all streams, at /dev/null: launchers wait for their end."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     if output:
@@ -94,7 +87,7 @@ def detach_standard_streams(*, output: bool) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, its output written."""
+    """Write out the streams and end this process at once."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             if stream is not None:  # it was closed when this process started
@@ -106,49 +99,45 @@ def leave(code: int) -> NoReturn:
 
 
 def seconds_since_start() -> float:
-    """Seconds since this rank was launched."""
+    """Return the seconds since this rank was launched."""
     return time.time() - float(os.environ.get(STARTED, time.time()))
 
 
+def umask() -> int:
+    """Return the umask, which the C library only tells who sets it: other threads make files."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
+
+
 def home_folder() -> str:
-    """The usual place of the clusters' folders: ``HPCDASK_HOME``, by default ``~/.hpcdask``."""
+    """Return the folder of the clusters' folders: ``HPCDASK_HOME``, by default ``~/.hpcdask``."""
     return os.path.abspath(os.path.expanduser(os.environ.get("HPCDASK_HOME") or "~/.hpcdask"))
 
 
 def owner_text(pid: int | None = None) -> str:
-    """Return the text that names a process of this node for good, for folders that it makes.
-
-    Host and process id namespace come first: a process id means something only within both.
-    """
+    """Return the text that names a process for good: host, namespace, id and start."""
     pid = os.getpid() if pid is None else pid
     space = os.readlink("/proc/self/ns/pid")
     return f"{os.uname().nodename} {space} {pid} {process_start(pid)}"
 
 
 def make_observable() -> None:
-    """Allow the rank to observe this process, and write its stacks into shared memory.
-
-    Where that is not possible it is merely not observable.
-    """
+    """Allow the rank to observe this process, and write its stacks into memory, if possible."""
     rank = os.environ.get(MARKER, "").rpartition(".")[2]
     if rank.isdigit():  # Yama lets else only parents look, and a worker's is its template
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(int(rank)), 0, 0, 0)
     if stacks_file(os.getpid()) is None:
         with contextlib.suppress(OSError):
-            file = os.memfd_create(_own_name(os.getpid()))
+            file = os.memfd_create(f"hpcdask-stacks-{os.getpid()}")
             faulthandler.register(STACKS_SIGNAL, file, all_threads=True, chain=False)
 
 
-def _own_name(pid: int) -> str:
-    return f"hpcdask-stacks-{pid}"
-
-
 def stacks_file(pid: int) -> str | None:
-    """The file in memory that a process has for its stacks; a fork has its parent's, too."""
+    """Return the file in memory for the stacks of a process; a fork has its parent's, too."""
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             with contextlib.suppress(OSError):
-                if os.readlink(f"{folder}/{name}").startswith(f"/memfd:{_own_name(pid)} "):
+                if os.readlink(f"{folder}/{name}").startswith(f"/memfd:hpcdask-stacks-{pid} "):
                     return f"{folder}/{name}"
     return None

@@ -9,33 +9,64 @@ if __name__ == "__main__":  # before there is anything to import from the curren
 
 import contextlib
 import io
+import socket
 import sys
+from functools import partial
 from typing import NoReturn
 
-from hpcdask.bootstrap import ranks
-from hpcdask.errors import UsageError
-from hpcdask.logs import complain
-from hpcdask.runner.launch import launch
-from hpcdask.runner.options import parse
+from hpcdask.bootstrap import environment, ranks, resources
+from hpcdask.bootstrap.supervisor import Supervisor
+from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.logs import complain, say
+from hpcdask.node.preload import variables
+from hpcdask.process import leave
+from hpcdask.runner import mpi
+from hpcdask.runner.options import RunRequest, parse
 
 
 def main() -> NoReturn:
-    """Parse the options and be a rank."""
     rank = ranks.detect()
-    silent = rank is not None and rank.index != 0  # --help is for one of them to print
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
+    first = rank is None or rank.index == 0
+    try:  # --help is for one of them to print
+        with contextlib.nullcontext() if first else contextlib.redirect_stdout(io.StringIO()):
             request = parse(sys.argv[1:])
     except UsageError as error:
-        if rank is None or rank.index == 0:
-            complain(error)
-            if rank is not None and rank.launcher == "hydra":
-                from .runner.mpi import abort_launch
+        if not first:
+            sys.exit(0)  # mpirun would kill rank 0 before it has said so
+        complain(error)
+        if rank is not None and rank.launcher == "hydra":
+            mpi.abort_launch(rank, error.exit_code)  # another may be late, or never come
+        sys.exit(error.exit_code)
+    launch(request, rank, first=first)
 
-                abort_launch(rank, error.exit_code)  # another may be late, or never come
-            sys.exit(error.exit_code)
-        sys.exit(0)  # mpirun would kill rank 0 before it has said so
-    launch(request, rank)
+
+def launch(request: RunRequest, rank: ranks.Rank | None, *, first: bool) -> NoReturn:
+    """Be a rank of the run from here to its end; the agent leads or follows."""
+    resources.widen(resources.launcher_cores())  # a launcher may pin each rank to one
+    program = request.program
+    if program is not None:
+        program.set_path()  # Dask tasks may need modules beside the script
+    elif (warning := environment.add_working_folder()) and first:
+        say(warning)
+    alone = rank is not None and rank.size == 1
+    supervisor = Supervisor(
+        variables(request.spec, peers=not alone, silent=not first),
+        program.command() if program is not None else (),
+        interrupts=request.attached is not None,
+    )
+    try:
+        if rank is None or rank.size > 1:
+            rank = mpi.find_rank(rank, request.spec.timeout)
+    except HpcdaskError as error:
+        if rank is None or rank.local_index == 0:  # it is the same for all ranks of a node
+            complain(f"{error} (on {socket.gethostname()})")
+        if rank is not None:
+            mpi.abort_launch(rank, error.exit_code)
+        leave(error.exit_code)
+    attached = None if request.attached is None else socket.socket(fileno=request.attached)
+    work = "hpcdask.runner.agent:take_part"
+    abort = partial(mpi.abort_launch, rank)
+    supervisor.run(work, rank, request.spec, request, attached, abort=abort)
 
 
 if __name__ == "__main__":

@@ -9,24 +9,67 @@ if __name__ == "__main__":  # before there is anything to import from the curren
 
 import os
 import sys
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
 
 from hpcdask.bootstrap import environment, ranks, resources
 from hpcdask.bootstrap.supervisor import Supervisor
 from hpcdask.errors import UsageError
 from hpcdask.logs import complain
-from hpcdask.node.job_options import parse
 from hpcdask.node.preload import variables
-from hpcdask.queues.environment import is_job_of_queue
+from hpcdask.queues.environment import is_job_of_queue, job_id
 from hpcdask.queues.registry import queue_class, system_of_job
+from hpcdask.spec.argv import make_command, options, read
 from hpcdask.spec.job import JobSpec
+from hpcdask.spec.specs import WorkerSpec
+
+HELP = """Run the workers of one job on this node, or on each node of a SLURM job.
+
+Each worker has a device of its own. They end when the scheduler says so, when it is gone, or on
+SIGTERM, after handing over what they hold.
+"""
+
+
+def command() -> click.Command:
+    """Return the command line, made from the fields of `WorkerSpec`."""
+    count: dict[str, Any] = {"type": click.IntRange(min=1), "default": 1, "show_default": True}
+    params = [
+        click.Option(
+            ["--scheduler"], required=True, help="Its address, such as tls://10.0.0.1:8786."
+        ),
+        click.Option(["--keys"], help="File of the cluster's TLS credentials."),
+        click.Option(["--cluster"], required=True, help="Begins the workers' names."),
+        click.Option(["--workers"], help="Number of workers on each node.", **count),
+        *(option for option in options(WorkerSpec) if option.name != "name"),
+    ]
+    return make_command("python -m hpcdask.worker", HELP, params)
+
+
+def parse(argv: Sequence[str]) -> JobSpec:
+    """Read the command line and the environment."""
+    values = read(command(), argv)
+    own = {name: values.pop(name) for name in ("scheduler", "keys", "cluster", "workers")}
+    job, restarts = identity()
+    return JobSpec(WorkerSpec(**values), job=job, restarts=restarts, **own)
+
+
+def identity() -> tuple[str, int]:
+    """Return id and restart count of this job."""
+    restarts = os.environ.get("HPCDASK_RESTARTS") or "0"
+    if not restarts.isdecimal():
+        raise UsageError(f"HPCDASK_RESTARTS: {restarts!r} is not a number. Unset it")
+    if job := os.environ.get("HPCDASK_JOB_ID"):
+        return job, int(restarts)
+    if queued := job_id():
+        job, _, lives = queued.rpartition(".r")
+        return (job, int(lives)) if job else (queued, 0)
+    return f"{os.uname().nodename}-{os.getpid()}", 0
 
 
 def spread(asked: JobSpec) -> None:
-    """In a job of several nodes, become an srun that starts this command on each of them.
-
-    Raises UsageError if another queueing system gave several nodes, or srun does not start.
-    """
+    """Replace this process, in a job of several nodes, by a launcher of this command on each."""
     system = system_of_job()
     if system is None or not is_job_of_queue(asked.job):
         return
@@ -45,7 +88,6 @@ def spread(asked: JobSpec) -> None:
 
 
 def main() -> NoReturn:
-    """From the command line to the exit code."""
     try:
         asked = parse(sys.argv[1:])
         spread(asked)
@@ -57,9 +99,8 @@ def main() -> NoReturn:
     rank = ranks.Rank(node, nodes, 0, 1, os.uname().nodename, "job", asked.job)
     resources.widen(resources.launcher_cores())
     environment.add_working_folder()
-    from hpcdask.node.job_agent import run_agent
-
-    Supervisor(variables(asked.spec, peers=True)).run(run_agent, asked, rank)
+    supervisor = Supervisor(variables(asked.spec, peers=True))
+    supervisor.run("hpcdask.node.job_agent:work", rank, asked.spec, asked)
 
 
 if __name__ == "__main__":

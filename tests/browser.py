@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tornado.websocket import websocket_connect
-
-from launching import unavailable, wait_for
+from launching import unavailable
 
 #: Not chromium-browser: Ubuntu's is a snap, which cannot read other folders.
 BROWSERS = ("chromium", "google-chrome")
@@ -74,43 +69,6 @@ def photograph(folder: Path, body: str, picture: Path, size: tuple[int, int]) ->
     page = folder / "photographed.html"
     page.write_text(f"<!DOCTYPE html><meta charset='utf-8'>{body}")
     run(folder, "--window-size={},{}".format(*size), f"--screenshot={picture}", page.as_uri())
-
-
-def watch(folder: Path, url: str, ready: str, size: tuple[int, int]) -> bytes:
-    """Photograph a page that goes on changing, as PNG, once this JavaScript is true on it."""
-    told = folder / "profile" / "DevToolsActivePort"
-    told.unlink(missing_ok=True)
-    options = ("--remote-debugging-port=0", "--window-size={},{}".format(*size), url)
-    process = subprocess.Popen(_command(folder, *options), stderr=subprocess.DEVNULL)
-    try:
-        wait_for(lambda: told.is_file() and told.read_text().count("\n"), 60, "the browser's port")
-        port = told.read_text().split()[0]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=60) as answer:
-            (page,) = [one for one in json.load(answer) if one["type"] == "page"]
-        return asyncio.run(asyncio.wait_for(_shot(page["webSocketDebuggerUrl"], ready, size), 300))
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-async def _shot(address: str, ready: str, size: tuple[int, int]) -> bytes:
-    socket = await websocket_connect(address, max_message_size=2**27)
-
-    async def ask(method: str, **parameters: Any) -> dict[str, Any]:
-        await socket.write_message(json.dumps({"id": 1, "method": method, "params": parameters}))
-        while (answer := json.loads(await socket.read_message())).get("id") != 1:
-            pass  # an event
-        return answer
-
-    # a window has a least width, and less height than asked for
-    metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
-    await ask("Emulation.setDeviceMetricsOverride", **metrics)
-    wait = (
-        f"new Promise(end => {{(function look() {{({ready}) ? end() : setTimeout(look, 200)}})()}})"
-    )
-    while "error" in await ask("Runtime.evaluate", expression=wait, awaitPromise=True):
-        pass  # the page had only begun to load
-    return base64.b64decode((await ask("Page.captureScreenshot"))["result"]["data"])
 
 
 if __name__ == "__main__":  # PAGE.html PICTURE.png WIDTH HEIGHT

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,18 @@ from typing import Any
 
 import pytest
 
-from launching import Launcher, mpich_launcher, openmpi_launcher
+from chaos.hosts import Hosts, missing
+from launching import (
+    Launcher,
+    describe,
+    end,
+    leftovers,
+    mpich_launcher,
+    openmpi_launcher,
+    unavailable,
+    wait_for,
+)
+from queue_site import QueueSite
 from strangers import open_folder  # noqa: F401 (a fixture)
 
 
@@ -66,6 +78,24 @@ def a_home_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any) ->
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
 
 
+@pytest.fixture(autouse=True)
+def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Cancel all jobs at the queueing systems that the test had."""
+    yield
+    for site in (request.node.funcargs or {}).values():
+        if isinstance(site, QueueSite):
+            site.cancel_all()
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    """Two hosts made of this one: network namespaces with names, addresses and a cable."""
+    if why := missing():
+        unavailable(why)
+    with Hosts(tmp_path) as made:
+        yield made
+
+
 @contextmanager
 def restored_environment() -> Iterator[None]:
     before = dict(os.environ)
@@ -73,6 +103,21 @@ def restored_environment() -> Iterator[None]:
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture
+def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A variable of all processes that the test starts; at the end none of them may be left."""
+    marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
+    monkeypatch.setenv(*marker.split("="))
+    yield marker
+    try:
+        wait_for(lambda: not leftovers(marker), 30, "all to be gone")
+    finally:
+        left = leftovers(marker)
+        lines = describe(left)
+        end(left)
+        assert not left, lines
 
 
 @contextmanager
@@ -102,16 +147,3 @@ def mpich() -> Iterator[Launcher]:
 def mpi(request: pytest.FixtureRequest) -> Launcher:
     """Each of the two MPIs in turn."""
     return request.getfixturevalue(request.param)
-
-
-@pytest.fixture
-def hidden(tmp_path: Path) -> Path:
-    """A folder for PYTHONPATH: what HIDDEN lists cannot be imported."""
-    folder = tmp_path / "hidden"
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "for name in os.environ.get('HIDDEN', '').split(','):\n"
-        "    sys.modules[name] = None\n"
-    )
-    return folder

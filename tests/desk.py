@@ -38,7 +38,7 @@ class Desk:
 
     def left(self) -> list[str]:
         """Jobs, processes and keys."""
-        keys = [str(path) for path in walk(self.home) if path.suffix == ".pem"]
+        keys = [str(path) for path in walk(self.home) if path.name.endswith("keys")]
         return [*self.jobs().splitlines(), *describe(leftovers(self.marker)).splitlines(), *keys]
 
 

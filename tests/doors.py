@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from distributed import Client
 
 from hpcdask.clusters.configuration import import_job_class
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.job_state import QueueState, QueueStatus
-from launching import wait_for
+from launching import run_cli, wait_for
 
 TAG = "hpcdask:ab12cd34"
+#: Says that it runs, and which job it is.
+SAY = 'echo "$HPCDASK_JOB_ID" >"said-$HPCDASK_JOB_ID"'
+#: What jobs need for an mpirun of the tests.
+PROLOGUE = [f'PATH="{Path(sys.executable).parent}:$PATH"']
+PROLOGUE += [f"export {name}_ALLOW_RUN_AS_ROOT=1" for name in ("OMPI", "PRTE")]
+PROLOGUE += [f"export {name}_ALLOW_RUN_AS_ROOT_CONFIRM=1" for name in ("OMPI", "PRTE")]
+PROGRAM = """
+import sys
+from distributed import Client
+with Client() as client:
+    print(sys.argv[1:], len(client.nthreads()), "worker")
+sys.exit(5)
+"""
 
 
 def make_job(kind: str, **keywords: Any) -> Any:
@@ -72,3 +89,34 @@ def submit(queue: Queue, script: str, count: int = 1) -> list[str]:
 def cancel(queue: Queue, jobs: Sequence[str]) -> None:
     """Cancel with the door."""
     asyncio.run(queue.cancel(jobs))
+
+
+def check_cluster(cluster_class: type, queue: Queue, folder: Path, **keywords: Any) -> None:
+    """Check that a cluster of jobs goes up, computes, goes down, and leaves no job."""
+    usual = {"device": "cpu", "cores": 1, "memory": "500MB", "job_name": "my jobs"}
+    usual["scheduler_options"] = {"dashboard_address": ":0"}
+    usual["shared_temp_directory"] = str(folder / "shared; folder")
+    with cluster_class(**usual, **keywords) as cluster, Client(cluster) as client:
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=180)
+        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
+        assert len(asyncio.run(queue.tagged())) == 2
+        cluster.scale(1)
+        wait_for(lambda: len(asyncio.run(queue.tagged())) == 1, 30, "one job to end")
+    wait_for(lambda: asyncio.run(queue.tagged()) == {}, 10, "no job to be left")
+
+
+def check_submit(system: str, queue: Queue, folder: Path, env: Mapping[str, str]) -> None:
+    """Check that ``hpcdask submit --wait`` gives the program's output and exit code."""
+    (folder / "program.py").write_text(PROGRAM)
+    prologue = [word for line in PROLOGUE for word in ("--prologue", line)]
+    words = ["--gpus-per-node", "0", "--run", "--device cpu", "program.py", "a word"]
+    done = run_cli(
+        *("submit", "--system", system, "--wait", *prologue, *words),
+        code=5,
+        cwd=folder,
+        env={**os.environ, **env, "HOME": str(folder)},
+    )
+    # not the last line: what a client leaves in its event loop may be reported behind it
+    assert "['a word'] 1 worker" in done.stdout.splitlines()
+    assert asyncio.run(queue.tagged()) == {}

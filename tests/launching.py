@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -40,29 +39,17 @@ LAUNCHER_VARIABLES = (
 )
 
 
-def agreed_states(cluster: Any, *command: str) -> list[str]:
-    """Return the sorted states of the jobs that are not over; empty while two accounts differ.
-
-    The accounts are ``cluster.jobs()``, a notebook's table, and ``hpcdask jobs`` with and without
-    ``--json``; `command` are the words of the command.
-    """
-
-    def run(*more: str) -> str:
-        done = subprocess.run(
-            [*command, *more], capture_output=True, text=True, timeout=300, check=True
-        )
-        return done.stdout
-
-    over = {"completed", "failed", "cancelled", "preempted", "timeout"}
-    held = {job.id: str(job.state) for job in cluster.jobs() if job.state not in over}
-    rows = [row for row in json.loads(run("--json")) if row["cluster"] == cluster.id]
-    listed = (line.split() for line in run().splitlines() if line.startswith(cluster.id))
-    cells = re.findall(r"<tr><td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td>", cluster._repr_html_())
-    shown = {job_id: state for job_id, state in cells if state not in over}
-    accounts = [{row["job"]: row["state"] for row in rows}, {w[1]: w[2] for w in listed}, shown]
-    by_cluster = all(row["told_by"] == "cluster" for row in rows)
-    same = by_cluster and all(account == held for account in accounts)
-    return sorted(held.values()) if same else []
+def stand_in_gpus(folder: Path, count: int, uuid: str = "GPU-0000000") -> dict[str, str]:
+    """Return variables with which ranks see GPUs of NVML's stand-in, of which CUDA is not asked."""
+    patch = "from hpcdask.gpu import context\ncontext.make_context = lambda: None\n"
+    (folder / "sitecustomize.py").write_text(patch)
+    path = [str(folder), str(Path(__file__).parent / "fakes"), os.environ.get("PYTHONPATH", "")]
+    gpus = [{"uuid": f"{uuid}{i}", "name": "Fake"} for i in range(count)]
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "FAKE_NVML": json.dumps(gpus),
+        "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",  # it asks for more than the stand-in knows
+    }
 
 
 def unavailable(reason: str) -> NoReturn:
@@ -125,9 +112,9 @@ async def until(condition: Callable[[], T], timeout: float = 10, what: str = "")
 async def decide_again(cluster: Any, times: int) -> None:
     """Let a cluster of jobs decide so many times what to do, and do it."""
     for _ in range(times):
-        async with asyncio.timeout(PATIENCE * 10), cluster.controller._settled:
+        async with asyncio.timeout(PATIENCE * 10), cluster.controller.settled:
             cluster.controller.wake()
-            await cluster.controller._settled.wait()
+            await cluster.controller.settled.wait()
         if (submission := cluster.controller.groups[""].submission) is not None:
             await asyncio.wait([submission])
 
@@ -180,6 +167,24 @@ def made_by_hpcdask(folder: Path) -> list[Path]:
         if path not in listed
         and ("hpcdask" in path.name or path.parent.name == ".hpcdask" or path.suffix == ".keys")
     ]
+
+
+def run_cli(
+    *words: str | os.PathLike[str], code: int = 0, **kwargs: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run ``hpcdask words...``, which must end with this code and without a traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcdask.cli", *map(os.fspath, words)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        **kwargs,
+    )
+    assert done.returncode == code, (done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    return done
 
 
 def describe(processes: Iterable[psutil.Process]) -> str:
@@ -320,24 +325,3 @@ def mpi_environment(folder: Path, abi: str) -> dict[str, str]:
     env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, library_path))
     env["MPI4PY_MPIABI"] = abi
     return env
-
-
-def end_daemons(daemons: list[subprocess.Popen[bytes]], marker: str, what: str) -> None:
-    """End daemons, and whatever has `marker` in its environment: jobs, and what they started."""
-    for daemon in daemons:
-        daemon.terminate()
-    for daemon in daemons:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            daemon.wait(PATIENCE * 2)
-
-    def all_ended() -> bool:
-        end(remaining := leftovers(marker))
-        return not remaining
-
-    try:
-        wait_for(all_ended, 10, f"{what} to end")
-    except AssertionError as error:
-        raise RuntimeError(f"{error}\n{describe(leftovers(marker))}") from None
-    for daemon in daemons:
-        daemon.wait()
-    daemons.clear()

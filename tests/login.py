@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
+from hpcdask.errors import ClusterError
 from launching import clean_environment, describe, end, leftovers, wait_for, walk
 
 
@@ -123,11 +124,20 @@ class User:
 
     def key_files(self) -> list[Path]:
         """Return the files of keys that are there."""
-        return [path for path in walk(self.folder) if path.suffix == ".pem"]
+        return [path for path in walk(self.folder) if path.name.endswith("keys")]
 
     def gone(self) -> bool:
         """Whether no job and no key of a cluster is left."""
         return not self.queued() and not self.key_files()
+
+    def check_told(self, cluster: Any, why: str) -> None:
+        """Check that a detached cluster's end is told to who is attached and who asks."""
+        wait_for(lambda: cluster.failure is not None, 60, "the notebook to see it")
+        assert why in str(cluster.failure)
+        wait_for(self.gone, 60, "the jobs' end")
+        with pytest.raises(ClusterError, match="has ended: "):
+            cluster.scale(1)
+        assert why in " ".join(self.hpcdask("list").split())
 
     def start(self, program: str, *arguments: str) -> subprocess.Popen[str]:
         """Start a Python program, as a notebook, in a session of its own."""

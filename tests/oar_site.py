@@ -11,19 +11,14 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import slurm_accounting
-from clock import PATIENCE
 from hpcdask.queues.helpers import user
-from launching import clean_environment, end_daemons, wait_for
-from slurm_site import free_ports
+from launching import clean_environment, wait_for
+from queue_site import QueueSite, free_ports
 
 PRIVATE = Path(os.environ.get("HPCDASK_QUEUES", Path(sys.prefix).parent / ".queues")) / "oar"
 PROGRAMS = PRIVATE / "usr/lib/oar"
@@ -74,8 +69,8 @@ def is_missing() -> bool:
     return not (PROGRAMS / "Almighty").exists()
 
 
-class OarSite:
-    """An OAR as a context manager; `env` is the environment of its users.
+class OarSite(QueueSite):
+    """An OAR as a context manager.
 
     Parameters
     ----------
@@ -83,16 +78,14 @@ class OarSite:
         Of its one node; each GPU has as many of the cores.
     """
 
+    name = "oar"
+
     def __init__(self, cores: int = 8, gpus: int = 4) -> None:
+        super().__init__()
         self.cores = cores
         self.gpus = gpus
-        self.folder = Path()
-        self.env: dict[str, str] = {}
-        self.marker = ""  # in the environment of every process of this site
-        self._daemons: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Self:
-        self.folder = Path(tempfile.mkdtemp(prefix="oar-site-", dir="/tmp"))
+    def _open(self) -> None:
         env = clean_environment()
         self.marker = f"HPCDASK_OAR_SITE={self.folder}"
         self.env = {
@@ -101,43 +94,10 @@ class OarSite:
             "HPCDASK_OAR_SITE": str(self.folder),
             **slurm_accounting.environment(self.folder),
         }
-        try:
-            self._write_programs()
-            self._start_database()
-            self._start_server()
-        except BaseException as error:
-            problem = RuntimeError(f"{error}\n{self.log()}")
-            self.close()
-            raise problem from error
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def run(
-        self, *command: str, timeout: float = 30, check: bool = True, text: str | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command of this site's user; a failure shows its output."""
-        done = subprocess.run(
-            command,
-            env=self.env,
-            cwd=self.folder,
-            timeout=PATIENCE * timeout,
-            check=False,
-            input=text or "",
-            capture_output=True,
-            text=True,
-        )
-        if check and done.returncode:
-            raise AssertionError(
-                f"{command} returned {done.returncode}: {done.stdout + done.stderr}"
-            )
-        return done
+        self._write_programs()
+        self._start_database()
+        server = self._start("Almighty")
+        self._wait(server, lambda: not self.run("oarstat", check=False).returncode, "the server")
 
     @property
     def unreachable(self) -> Path:
@@ -148,7 +108,7 @@ class OarSite:
         """Run statements in OAR's database, as its administrator."""
         socket = f"--socket={self.folder}/db/socket"
         command = ("mariadb", "--no-defaults", socket, "--user=root", "--batch", *database)
-        return self.run(*command, text=statements).stdout
+        return self.run(*command, input=statements).stdout
 
     def cancel_all(self, timeout: float = 30) -> None:
         """Delete all jobs, and wait until none is there."""
@@ -162,18 +122,10 @@ class OarSite:
 
         wait_for(all_over, timeout, "OAR's jobs to end", interval=0.5)
 
-    def log(self, lines: int = 40) -> str:
-        """Return the last lines of each program's messages."""
-        parts = []
-        for path in (self.folder / "log").glob("*.log"):
-            tail = path.read_text(errors="replace").splitlines()[-lines:]
-            parts += [f"--- {path.name}", *tail]
-        return "\n".join(parts)
-
     # Start and end
 
     def _write_programs(self) -> None:
-        for name in ("bin", "stand-ins", "log", "runtime"):
+        for name in ("bin", "stand-ins", "runtime"):
             (self.folder / name).mkdir()
         shutil.copytree(PROGRAMS, self.folder / "oar")
         for name, changes in CHANGES.items():
@@ -236,31 +188,3 @@ class OarSite:
         ]
         columns.append("ALTER TABLE resources ADD COLUMN host VARCHAR(255);")
         self.sql("\n".join([*tables, *columns, *rows, *rules]))
-
-    def _start_server(self) -> None:
-        server = self._start("Almighty")
-        self._wait(server, lambda: not self.run("oarstat", check=False).returncode, "the server")
-
-    def _start(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
-        with (self.folder / "log" / f"{program}.out.log").open("wb") as output:
-            daemon = subprocess.Popen(
-                [shutil.which(program, path=self.env["PATH"]) or program, *arguments],
-                env=self.env,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._daemons.append(daemon)
-        return daemon
-
-    def _wait(self, daemon: subprocess.Popen[bytes], condition, what: str) -> None:
-        wait_for(lambda: daemon.poll() is not None or condition(), 30, what, interval=0.2)
-        if daemon.poll() is not None:
-            raise RuntimeError(f"{what} ended ({daemon.returncode})")
-
-    def close(self) -> None:
-        """End what the site started, jobs included, and remove its folder."""
-        end_daemons(self._daemons, self.marker, "OAR's processes")
-        shutil.rmtree(self.folder, ignore_errors=True)

@@ -89,7 +89,7 @@ class Running:
     def __init__(self, site: Site, process: subprocess.Popen[str]) -> None:
         self.site = site
         self.process = process
-        self._lines: dict[str, list[str]] = {"out": [], "err": []}
+        self.lines: dict[str, list[str]] = {"out": [], "err": []}
         self._readers = [
             threading.Thread(target=self._read, args=(name, stream), daemon=True)
             for name, stream in (("out", process.stdout), ("err", process.stderr))
@@ -101,14 +101,14 @@ class Running:
     def _read(self, name: str, stream) -> None:
         with stream:
             for line in stream:
-                self._lines[name].append(line)
+                self.lines[name].append(line)
 
     def line(self, start: str, *, stream: str = "out", timeout: float = 30) -> str:
         """Wait for a line that begins with `start`, and return the rest of it."""
 
         def found() -> str | None:
             over = not any(reader.is_alive() for reader in self._readers)
-            for line in list(self._lines[stream]):
+            for line in list(self.lines[stream]):
                 if line.startswith(start) and line.endswith("\n"):
                     return line
             if over:
@@ -138,7 +138,7 @@ class Running:
         return value
 
     def _output(self) -> str:
-        return "\n".join(f"--- std{name}\n{''.join(part)}" for name, part in self._lines.items())
+        return "\n".join(f"--- std{name}\n{''.join(part)}" for name, part in self.lines.items())
 
     def signal(self, number: int) -> float:
         """Send a signal to the launcher (without one: to the runner); return the `clock`."""
@@ -177,8 +177,8 @@ class Running:
         stamp = self.site.folder / "ended"
         return Ended(
             self.process.returncode,
-            "".join(self._lines["out"]),
-            "".join(self._lines["err"]),
+            "".join(self.lines["out"]),
+            "".join(self.lines["err"]),
             clock(),
             float(stamp.read_text()) if stamp.exists() else None,
         )
@@ -202,14 +202,14 @@ class Site:
         self.tmp = self.folder / "t"
         self.tmp.mkdir()
         self.env = {"TMPDIR": str(self.tmp), "HOME": str(self.folder)}
-        self._runs: list[Running] = []
+        self.runs: list[Running] = []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         end(self.processes())
-        for run in self._runs:
+        for run in self.runs:
             run.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -240,8 +240,8 @@ class Site:
         if terminal:
             os.close(theirs)
             process.stdin = os.fdopen(ours, "w")
-        self._runs.append(Running(self, process))
-        return self._runs[-1]
+        self.runs.append(Running(self, process))
+        return self.runs[-1]
 
     def run(self, *arguments: str | os.PathLike[str], timeout: float = 90, **kwargs) -> Ended:
         """Start a run and wait for its end."""
@@ -264,7 +264,7 @@ class Site:
 
     def files(self) -> list[str]:
         """Folders and key files of the runs."""
-        keys = {path for path in walk(self.folder) if path.suffix == ".pem"}
+        keys = {path for path in walk(self.folder) if path.name.endswith("keys")}
         return sorted(map(str, keys.union(made_by_hpcdask(self.folder))))
 
 

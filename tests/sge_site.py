@@ -11,20 +11,14 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import pytest
 
-from clock import PATIENCE
 from hpcdask.queues.helpers import user
-from launching import clean_environment, end_daemons, wait_for
-from slurm_site import free_ports
+from launching import clean_environment, wait_for
+from queue_site import QueueSite, free_ports
 
 PRIVATE = Path(os.environ.get("HPCDASK_QUEUES", Path(sys.prefix).parent / ".queues")) / "sge"
 PROGRAMS = PRIVATE / "usr/lib/gridengine"
@@ -82,8 +76,8 @@ def is_missing() -> bool:
     return not (PROGRAMS / "sge_qmaster").exists()
 
 
-class SgeSite:
-    """A Grid Engine as a context manager; `env` is the environment of its users.
+class SgeSite(QueueSite):
+    """A Grid Engine as a context manager.
 
     Parameters
     ----------
@@ -91,18 +85,16 @@ class SgeSite:
         Of its one host.
     """
 
+    name = "sge"
+
     def __init__(self, slots: int = 8, gpus: int = 4) -> None:
+        super().__init__()
         self.slots = slots
         self.gpus = gpus
-        self.folder = Path()
-        self.env: dict[str, str] = {}
-        self.marker = ""  # in the environment of every process of this site
-        self._daemons: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Self:
-        self.folder = Path(tempfile.mkdtemp(prefix="sge-site-", dir="/tmp"))
+    def _open(self) -> None:
         env = clean_environment()
-        master, host = free_ports(2)
+        ports = map(str, free_ports(2))
         self.env = {
             **env,
             "PATH": f"{PROGRAMS}{os.pathsep}{env['PATH']}",
@@ -110,55 +102,16 @@ class SgeSite:
             "SGE_ROOT": str(self.folder),
             "SGE_CELL": "default",
             "SGE_ARCH": "lx-amd64",
-            "SGE_QMASTER_PORT": str(master),
-            "SGE_EXECD_PORT": str(host),
+            "SGE_QMASTER_PORT": next(ports),
+            "SGE_EXECD_PORT": next(ports),
         }
         self.marker = f"SGE_ROOT={self.folder}"
-        try:
-            self._write_cell()
-            self._start_master()
-            self._configure()
-            self._start_host()
-        except pytest.skip.Exception:
-            self.close()
-            raise
-        except BaseException as error:
-            problem = RuntimeError(f"{error}\n{self.log()}")
-            self.close()
-            raise problem from error
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def run(
-        self,
-        *command: str,
-        timeout: float = 30,
-        check: bool = True,
-        env: Mapping[str, str] | None = None,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command of this site's user; a failure shows its output."""
-        done = subprocess.run(
-            command,
-            env={**self.env, **(env or {})},
-            cwd=self.folder,
-            timeout=PATIENCE * timeout,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-        if check and done.returncode:
-            raise AssertionError(
-                f"{command} returned {done.returncode}: {done.stdout + done.stderr}"
-            )
-        return done
+        self._write_cell()
+        master = self._start("sge_qmaster", SGE_ND="true")  # stay in the foreground
+        self._wait(master, lambda: self.run("qconf", "-sh", check=False).returncode == 0, "it")
+        self._configure()
+        host = self._start("sge_execd", SGE_ND="true")
+        self._wait(host, self._reports, "the execution host")
 
     def cancel_all(self, timeout: float = 20) -> None:
         """Delete all jobs, and wait until none is there."""
@@ -168,31 +121,6 @@ class SgeSite:
             return not self.run("qstat").stdout.strip()
 
         wait_for(all_over, timeout, "Grid Engine's jobs to end", interval=0.3)
-
-    def stop(self, program: str) -> None:
-        """End a daemon, ``sge_qmaster`` or ``sge_execd``; jobs go on."""
-        for daemon in self._daemons:
-            if Path(daemon.args[0]).name == program:
-                daemon.terminate()
-                daemon.wait()
-
-    def bring_back(self) -> None:
-        """Start the daemons again that have ended."""
-        ended = [daemon for daemon in self._daemons if daemon.poll() is not None]
-        for daemon in ended:
-            self._daemons.remove(daemon)
-            if Path(daemon.args[0]).name == "sge_qmaster":
-                self._start_master()
-            else:
-                self._start_host()
-
-    def log(self, lines: int = 20) -> str:
-        """Return the last lines of each daemon's messages."""
-        parts = []
-        for path in [*self.folder.rglob("messages"), *self.folder.glob("*.log")]:
-            tail = path.read_text(errors="replace").splitlines()[-lines:]
-            parts += [f"--- {path.relative_to(self.folder)}", *tail]
-        return "\n".join(parts)
 
     # Start and end
 
@@ -239,10 +167,6 @@ class SgeSite:
                 pytest.skip("Grid Engine's spooldefaults.bin crashes on this distribution")
             assert not done.returncode, done.stdout + done.stderr
 
-    def _start_master(self) -> None:
-        self._start("sge_qmaster")
-        self._wait(lambda: not self.run("qconf", "-sh", check=False).returncode, "the master")
-
     def _configure(self) -> None:
         self.run("qconf", "-as", "localhost")
         resources = self.run("qconf", "-sc").stdout + "gpu gpu INT <= YES YES 0 0\n"
@@ -269,35 +193,7 @@ class SgeSite:
         path.write_text(text)
         self.run("qconf", option, str(path))
 
-    def _start_host(self) -> None:
-        self._start("sge_execd")
-
-        def reports() -> bool:
-            rows = [line.split() for line in self.run("qhost").stdout.splitlines()]
-            return any(row[0] == "localhost" and row[2] != "-" for row in rows if len(row) > 2)
-
-        self._wait(reports, "the execution host")
-
-    def _start(self, program: str) -> None:
-        with (self.folder / f"{program}.log").open("wb") as output:
-            daemon = subprocess.Popen(
-                [PROGRAMS / program],
-                env={**self.env, "SGE_ND": "true"},  # stay in the foreground
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._daemons.append(daemon)
-
-    def _wait(self, condition, what: str) -> None:
-        daemon = self._daemons[-1]
-        wait_for(lambda: daemon.poll() is not None or condition(), 30, what, interval=0.2)
-        if daemon.poll() is not None:
-            raise RuntimeError(f"{what} ended ({daemon.returncode})")
-
-    def close(self) -> None:
-        """End what the site started, jobs included, and remove its folder."""
-        end_daemons(self._daemons, self.marker, "Grid Engine's processes")
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def _reports(self) -> bool:
+        """Return whether the execution host tells its load."""
+        rows = [line.split() for line in self.run("qhost").stdout.splitlines()]
+        return any(row[0] == "localhost" and row[2] != "-" for row in rows if len(row) > 2)

@@ -12,21 +12,17 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-import random
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import slurm_accounting
-from clock import PATIENCE
-from launching import clean_environment, end, end_daemons, leftovers, name_of, wait_for
+from launching import clean_environment, end, leftovers, name_of, wait_for
+from queue_site import QueueSite, free_ports
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "squeue", "scancel", "scontrol")
 SBIN = os.pathsep.join(["/usr/local/sbin", "/usr/sbin", "/sbin"])  # not on every user's PATH
@@ -42,8 +38,8 @@ def search_path() -> str:
     return os.environ.get("PATH", os.defpath) + os.pathsep + SBIN
 
 
-class SlurmSite:
-    """A SLURM site as a context manager; `env` is the environment of its users.
+class SlurmSite(QueueSite):
+    """A SLURM as a context manager.
 
     >>> with SlurmSite(nodes=2, gpus_per_node=4) as site:
     ...     site.run("srun", "-N2", "hostname").stdout
@@ -62,6 +58,8 @@ class SlurmSite:
         The user who starts it may use the account ``tests``, and no other.
     """
 
+    name = "slurm"
+
     def __init__(
         self,
         nodes: int = 4,
@@ -72,6 +70,7 @@ class SlurmSite:
         conf: Mapping[str, object] | None = None,
         accounting: bool = False,
     ) -> None:
+        super().__init__()
         self.nodes = [f"node{n}" for n in range(1, nodes + 1)]
         self.gpus_per_node = gpus_per_node
         self.cpus_per_node = cpus_per_node
@@ -79,63 +78,19 @@ class SlurmSite:
         self.requeue_wait_s = requeue_wait_s
         self.conf = dict(conf or {})
         self.accounting = accounting
-        self.folder = Path()
-        self.env: dict[str, str] = {}
-        self.marker = ""  # in the environment of every process of this site: see `leftovers`
-        self._daemons: list[subprocess.Popen[bytes]] = []
         self._dbd_port = 0
 
-    def __enter__(self) -> Self:
-        # Not TMPDIR: the munge socket's path must stay below 108 characters
-        self.folder = Path(tempfile.mkdtemp(prefix="slurm-site-", dir="/tmp"))
+    def _open(self) -> None:
         self.env = {**clean_environment(), "SLURM_CONF": f"{self.folder}/slurm.conf"}
         self.marker = f"SLURM_CONF={self.folder}/slurm.conf"  # SLURM sets it for every job as well
-        try:
-            self._write_slurm_conf()
-            self._write_gres_conf()
-            self._start_munge()
-            if self.accounting:
-                self._start_accounting()
-            self._start_slurm()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+        self._write_slurm_conf()
+        self._write_gres_conf()
+        self._start_munge()
+        if self.accounting:
+            self._start_accounting()
+        self._start_slurm()
 
     # What tests use
-
-    def run(
-        self,
-        *command: str | os.PathLike[str],
-        timeout: float = 30,
-        check: bool = True,
-        env: Mapping[str, str] | None = None,
-        **kwargs,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command of this site's user; a failure shows its stderr."""
-        done = subprocess.run(
-            [os.fspath(part) for part in command],
-            env={**self.env, **(env or {})},
-            timeout=PATIENCE * timeout,
-            check=False,
-            **{
-                "stdin": subprocess.DEVNULL if "input" not in kwargs else None,
-                "capture_output": True,
-                "text": True,
-                **kwargs,
-            },
-        )
-        if check and done.returncode:
-            raise AssertionError(f"{command} returned {done.returncode}: {done.stderr}")
-        return done
 
     def submit(self, *arguments: str | os.PathLike[str], **kwargs) -> int:
         """Submit with `sbatch arguments...` and return the job's id."""
@@ -203,18 +158,10 @@ class SlurmSite:
         # jobs that a killed controller has forgotten, and whose ids it gives again
         end(one for one in leftovers(self.marker) if name_of(one) == "slurmstepd")
 
-    def log(self, lines: int = 20) -> str:
-        """Return the last lines of each daemon's log."""
-        parts = []
-        for path in sorted((self.folder / "log").glob("*")):
-            tail = path.read_text(errors="replace").splitlines()[-lines:]
-            parts += [f"--- {path.name}", *tail]
-        return "\n".join(parts)
-
     # Start and end
 
     def _write_slurm_conf(self) -> None:
-        for name in ("state", "spool", "log", "munge", "cgroup", "gpu"):
+        for name in ("state", "spool", "munge", "cgroup", "gpu"):
             (self.folder / name).mkdir()
         folder = self.folder
         host = socket.gethostname().split(".")[0]
@@ -243,7 +190,7 @@ class SlurmSite:
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_Core_Memory",
             "DefMemPerCPU": self.memory_per_node_mb // self.cpus_per_node,
-            "GresTypes": "gpu",
+            "GresTypes": "gpu,nvme",
             "JobRequeue": 1,
             "ReturnToService": 2,
             "KillWait": 15,
@@ -253,7 +200,8 @@ class SlurmSite:
         if self.accounting:
             settings |= slurm_accounting.settings(folder, self._dbd_port)
         lines = [f"{key}={value}" for key, value in {**settings, **self.conf}.items()]
-        gres = f" Gres=gpu:{self.gpus_per_node}" if self.gpus_per_node else ""
+        gpus = f"gpu:{self.gpus_per_node}," if self.gpus_per_node else ""
+        gres = f" Gres={gpus}nvme:200"
         for name, node_port in zip(self.nodes, node_ports, strict=True):
             lines.append(
                 f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port}"
@@ -267,7 +215,7 @@ class SlurmSite:
         )
 
     def _write_gres_conf(self) -> None:
-        lines = []
+        lines = ["Name=nvme Count=200 Flags=CountOnly\n"]
         for name in self.nodes:
             for index in range(self.gpus_per_node):
                 device = self.folder / "gpu" / f"{name}-{index}"
@@ -328,56 +276,8 @@ class SlurmSite:
             f"{len(self.nodes)} idle nodes",
         )
 
-    def _start(self, program: str, *arguments: str | os.PathLike[str]) -> subprocess.Popen[bytes]:
-        path = shutil.which(program, path=search_path())
-        if path is None:
-            raise FileNotFoundError(f"{program} is not installed")
-        with (self.folder / "log" / "output.log").open("ab") as output:
-            daemon = subprocess.Popen(
-                [path, *map(os.fspath, arguments)],
-                env=self.env,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches the tests, which then end it in order
-            )
-        self._daemons.append(daemon)
-        return daemon
-
-    def _wait(self, daemon: subprocess.Popen[bytes], condition, what: str) -> None:
-        def ready_or_dead() -> bool:
-            return daemon.poll() is not None or condition()
-
-        try:
-            wait_for(ready_or_dead, 30, what)
-        except AssertionError as error:
-            raise RuntimeError(f"{error}\n{self.log()}") from None
-        if daemon.poll() is not None:
-            raise RuntimeError(f"{' '.join(daemon.args)} ended ({daemon.poll()})\n{self.log()}")
-
-    def close(self) -> None:
-        """End what the site started, jobs and their processes included, and remove its folder."""
-        if not self.folder.name:
-            return
-        end_daemons(self._daemons, self.marker, "the site's processes")
-        shutil.rmtree(self.folder)
-        self.folder = Path()
-
-
-def free_ports(count: int) -> list[int]:
-    """Return free ports below the range from which the kernel picks ports for connections."""
-    candidates = random.SystemRandom().sample(range(16_000, 32_000), 40 * count)
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for port in candidates:
-            listener = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                listener.bind(("", port))
-                ports.append(port)
-            if len(ports) == count:
-                return ports
-    raise RuntimeError(f"no {count} free ports")
+    def _path(self) -> str:
+        return search_path()
 
 
 def main(command: Sequence[str]) -> int:

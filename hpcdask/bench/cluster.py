@@ -1,62 +1,145 @@
-"""Devices, nodes and memory of a running cluster, asked of its workers."""
+"""Workers, devices and memory of a running cluster, asked of its workers."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import math
 import os
 import platform
+import re
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import distributed
 import numpy as np
 
-from hpcdask.client.connect import connect as connect_to_file
-from hpcdask.errors import ClusterError, UsageError
-from hpcdask.gpu.devices import NONE_VISIBLE
-from hpcdask.gpu.driver import has_nvidia_driver
-from hpcdask.workloads import CUPY_INSTALL, Device
+from hpcdask.errors import ClusterError, UsageError, installing
+from hpcdask.gpu.devices import NONE_VISIBLE, visible_gpus
+from hpcdask.gpu.driver import cuda_extra, has_nvidia_driver, read
+from hpcdask.logs import natural, some
+from hpcdask.workloads import Device
 
 WORKER_TIMEOUT_S = 60.0
 WARM_TIMEOUT_S = 120.0
 WARM_POLL_S = 0.05
-#: How often it is seen meanwhile whether there are workers.
-LOOK_S = 5.0
-#: How long all workers may be paused, since they are over their memory limits.
-PAUSED_TIMEOUT_S = 300.0
+#: Seconds without a worker that runs Dask tasks, and how often the scheduler is asked.
+IDLE_TIMEOUT_S, POLL_S = 120.0, 5.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Worker of a cluster; `peers` maps addresses of others to transports but that of `address`."""
+
+    address: str
+    name: str
+    host: str
+    nthreads: int
+    peers: Mapping[str, str]
+
+    def transport_from(self, sender: Worker) -> str:
+        """Return what this worker fetches data from another one over: ``tls``, ``tcp``, ``ucx``."""
+        return self.peers.get(sender.address, self.address.partition("://")[0])
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The workers of a cluster as a workload sees them.
+    """Workers of a cluster as a workload sees them, by host, then by name: no two names are equal.
 
-    ``devices`` maps names to numbers of workers; ``n_slots`` are worker threads in all;
-    ``memory_nbytes`` is that of all devices, or of all workers without a GPU; ``protocols`` are
-    those of the workers' addresses, and ``ucx`` where they exchange over it.
+    `devices` maps names to numbers of devices, each of which may have several workers;
+    `memory_nbytes` is that of all devices, or of all workers without a GPU; `processors` are the
+    models of the hosts' CPUs.
     """
 
     client: distributed.Client
     device: Device
     devices: dict[str, int]
-    n_slots: int
     memory_nbytes: int
+    workers: tuple[Worker, ...]
+    processors: tuple[str, ...]
     cupy: str | None
-    hosts: tuple[str, ...] = ()
-    protocols: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         names = ", ".join(f"{count} x {name}" for name, count in self.devices.items())
         return f"{names} ({f'CuPy {self.cupy}' if self.cupy else f'NumPy {np.__version__}'})"
 
+    @property
+    def n_slots(self) -> int:
+        """Worker threads in all."""
+        return sum(worker.nthreads for worker in self.workers)
 
-def probe() -> dict[str, Any]:
-    """Tell what this worker can compute on; runs on workers."""
+    def start(self, number: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Start a Dask task on one worker, and return its future."""
+        address = self.workers[number].address
+        return self.client.submit(function, *arguments, workers=[address], pure=False)
+
+    def describe(self) -> dict[str, Any]:
+        """Return on what, with what and when something is measured now."""
+        versions = {"python": platform.python_version(), "numpy": np.__version__, "cupy": self.cupy}
+        for package in ("dask", "distributed", "hpcdask"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                versions[package] = importlib.metadata.version(package)
+        schemes = {worker.address.partition("://")[0] for worker in self.workers}
+        over_ucx = any("ucx" in worker.peers.values() for worker in self.workers)
+        return {
+            "devices": self.devices,
+            "workers": len(self.workers),
+            "threads": self.n_slots,
+            "hosts": tuple(sorted({worker.host for worker in self.workers})),
+            "processors": self.processors,
+            "protocols": tuple(sorted(schemes | ({"ucx"} if over_ucx else set()))),
+            "versions": versions,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+
+
+def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
+    """Ask all workers of a cluster what they compute on, once they are warm."""
+    try:
+        client.wait_for_workers(1, timeout=WORKER_TIMEOUT_S)
+    except TimeoutError as exc:
+        raise UsageError(
+            f"the cluster has no worker after {WORKER_TIMEOUT_S:g} s: see the log of the job, or "
+            f"of the ranks, that should have brought one"
+        ) from exc
+    wait_until_warm(client)
+    found = client.run(probe)
+    device = choose_device(found, wanted)
+    workers = [Worker(address, *answer["worker"]) for address, answer in found.items()]
+    if len({worker.name for worker in workers}) < len(workers):
+        workers = [replace(worker, name=worker.address) for worker in workers]
+    workers.sort(key=lambda worker: (worker.host, natural(worker.name)))
+    limits = [answer["memory_limit"] for answer in found.values()]
+    # A worker without a limit may use all it finds: nothing to compare with.
+    memory, cupy, devices = sum(limits) if all(limits) else sys.maxsize, None, {"cpu": len(found)}
+    if device == "cuda":
+        # several workers may share a GPU, whose memory is there once
+        gpus = {answer["uuid"]: answer for answer in found.values()}.values()
+        devices = dict(Counter(answer["model"] for answer in gpus))
+        memory = sum(answer["memory"] for answer in gpus)
+        cupy = ", ".join(sorted({answer["cupy"] for answer in gpus}))
+    processors = tuple(sorted({answer["processor"] for answer in found.values()}))
+    return Cluster(client, device, devices, memory, tuple(workers), processors, cupy)
+
+
+def probe(dask_worker: Any) -> dict[str, Any]:
+    """Return what this worker is, and what it can compute on; runs on workers."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpu = visible.strip() not in NONE_VISIBLE if visible is not None else has_nvidia_driver()
-    found: dict[str, Any] = {"host": platform.node(), "gpu": gpu, "cuda": False, "why": ""}
+    model = re.search(r"^model name\s*: (.*)", read("/proc/cpuinfo"), re.M)  # x86 only
+    peers = dict(getattr(dask_worker, "peer_transports", None) or {})
+    found: dict[str, Any] = {
+        "worker": (str(dask_worker.name), platform.node(), dask_worker.state.nthreads, peers),
+        "memory_limit": dask_worker.memory_manager.memory_limit or 0,
+        "processor": model[1] if model else platform.machine(),
+        "gpu": visible.strip() not in NONE_VISIBLE if visible is not None else has_nvidia_driver(),
+        "cuda": False,
+        "why": "",
+    }
     try:
         import cupy
 
@@ -64,40 +147,33 @@ def probe() -> dict[str, Any]:
         found.update(
             cuda=True,
             cupy=cupy.__version__,
-            name=properties["name"].decode(),
+            model=properties["name"].decode(),
             memory=cupy.cuda.Device().mem_info[1],
+            uuid=visible_gpus()[cupy.cuda.Device().id].uuid,
         )
     except ImportError as exc:
-        found["why"] = f"CuPy is missing ({exc}): {CUPY_INSTALL}"
+        found["why"] = f"CuPy is missing ({exc}): {installing(cuda_extra())}"
     except Exception as exc:  # the CUDA errors are CuPy's own classes
         found["why"] = f"{type(exc).__name__}: {exc}"
     return found
 
 
-def choose_device(found: dict[str, dict[str, Any]], wanted: str) -> Device:
+def choose_device(found: Mapping[str, Mapping[str, Any]], wanted: str) -> Device:
     """Decide what to compute on from the answers of `probe`, by worker address.
 
-    A worker that should compute on its GPU and cannot is a UsageError, and so is a mixture.
+    Raise UsageError if some workers cannot use a GPU that they should use.
     """
-    if wanted == "cpu":
+    lacking = {address: answer for address, answer in found.items() if not answer["cuda"]}
+    bare = len(lacking) == len(found) and not any(answer["gpu"] for answer in lacking.values())
+    if wanted == "cpu" or (wanted == "auto" and bare):
         return "cpu"
-    lacking = {address: f for address, f in found.items() if not f["cuda"]}
-    if not lacking:
-        return "cuda"
-    for address, answer in lacking.items():
-        if answer["gpu"]:
-            where = f"worker {address} on {answer['host']}"
-            raise UsageError(
-                f"{where} sees a GPU but cannot use it: {answer['why']}; `hpcdask doctor` there "
-                f"tells more"
-            )
-    if wanted == "auto" and len(lacking) == len(found):
-        return "cpu"
-    names = ", ".join(f"{address} on {f['host']} ({f['why']})" for address, f in lacking.items())
-    raise UsageError(
-        f"{len(lacking)} of {len(found)} workers have no CUDA device: {names}; "
-        "start all of them on GPUs, or pass --device cpu"
-    )
+    if lacking:
+        names = (f"{one} on {told['worker'][1]} ({told['why']})" for one, told in lacking.items())
+        raise UsageError(
+            f"{len(lacking)} of {len(found)} workers cannot compute on a GPU: {some(names)}; "
+            "see `hpcdask doctor` there, start all workers on GPUs, or pass --device cpu"
+        )
+    return "cuda"
 
 
 def wait_until_warm(client: distributed.Client, timeout: float = WARM_TIMEOUT_S) -> None:
@@ -116,89 +192,30 @@ def _is_warm(dask_worker: Any) -> bool:
     return bool(getattr(dask_worker, "is_warm", True))
 
 
-def _over_ucx(client: distributed.Client) -> set[str]:
-    return {one for used in client.run(_transports).values() for one in used if one == "ucx"}
-
-
-def _transports(dask_worker: Any) -> list[str]:
-    return list(getattr(dask_worker, "peer_transports", {}).values())
-
-
-def workers_of(client: distributed.Client) -> dict[str, dict[str, Any]]:
-    """Return address to ``name``, ``host``, ``nthreads`` and ``memory_limit`` of all workers.
-
-    The client's own copy, ``scheduler_info()``, is replaced by one without workers at times.
-    """
-    found: dict[str, dict[str, Any]] = client.run_on_scheduler(_workers)
-    return found
-
-
-def wait_with_workers(client: distributed.Client, what: Any) -> None:
-    """Wait for Dask tasks, however long they take, unless no worker has run any for some time."""
-    running = there = time.monotonic()
+def wait(
+    cluster: Cluster, futures: Any, what: str = "the Dask tasks", within_s: float = math.inf
+) -> None:
+    """Wait for Dask tasks; raise ClusterError if they are late, or no worker runs any."""
+    start = running = time.monotonic()
     while True:
         with contextlib.suppress(TimeoutError):
-            distributed.wait(what, timeout=LOOK_S)
+            distributed.wait(futures, timeout=min(POLL_S, within_s))
             return
-        now, states = time.monotonic(), client.run_on_scheduler(_states)
-        running = now if "running" in states else running
-        there = now if states else there
-        if now > there + WORKER_TIMEOUT_S:
+        now, states = time.monotonic(), cluster.client.run_on_scheduler(_states)
+        running = now if "running" in states.values() else running
+        if now > start + within_s:
+            gone = [worker.name for worker in cluster.workers if worker.address not in states]
+            why = f"workers left: {some(gone)}" if gone else "see what else the workers do"
             raise ClusterError(
-                f"the cluster has had no worker for {WORKER_TIMEOUT_S:g} s, so nothing is "
-                f"computed: see their logs, or those of their jobs, and start again"
+                f"{what}: not complete after {within_s:.3g} s; {why}, and their logs"
             )
-        if states and now > running + PAUSED_TIMEOUT_S:
+        if now > running + IDLE_TIMEOUT_S:
             raise ClusterError(
-                f"all workers ({len(states)}) have been paused for {PAUSED_TIMEOUT_S:g} s, so "
-                f"nothing is computed: they use more than `distributed.worker.memory.pause` of "
-                f"their memory; take a smaller --size, or give them more memory"
+                f"no worker could run a Dask task for {IDLE_TIMEOUT_S:g} s: {len(states)} are "
+                "there, paused, since they use more than `distributed.worker.memory.pause` of "
+                "their memory. Take a smaller --size, or see the logs of workers and jobs"
             )
 
 
-def _states(dask_scheduler: Any) -> list[str]:
-    return [worker.status.name for worker in dask_scheduler.workers.values()]
-
-
-def _workers(dask_scheduler: Any) -> dict[str, dict[str, Any]]:
-    names = ("host", "nthreads", "memory_limit")
-    return {
-        address: {"name": str(worker.name), **{name: getattr(worker, name) for name in names}}
-        for address, worker in dask_scheduler.workers.items()
-    }
-
-
-def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
-    """Ask all workers of a cluster what they compute on, once they are warm."""
-    try:
-        client.wait_for_workers(1, timeout=WORKER_TIMEOUT_S)
-    except TimeoutError as exc:
-        raise UsageError(
-            f"the cluster has no worker after {WORKER_TIMEOUT_S:g} s: see the log of the job, or "
-            f"of the ranks, that should have brought one"
-        ) from exc
-    wait_until_warm(client)
-    found = client.run(probe)
-    device = choose_device(found, wanted)
-    info = workers_of(client)
-    n_slots = sum(worker["nthreads"] for worker in info.values())
-    where = (
-        tuple(sorted({answer["host"] for answer in found.values()})),
-        tuple(sorted({address.partition("://")[0] for address in info} | _over_ucx(client))),
-    )
-    if device == "cuda":
-        names = Counter(answer["name"] for answer in found.values())
-        memory = sum(answer["memory"] for answer in found.values())
-        version = ", ".join(sorted({answer["cupy"] for answer in found.values()}))
-        return Cluster(client, device, dict(names), n_slots, memory, version, *where)
-    limits = [worker["memory_limit"] or 0 for worker in info.values()]
-    # A worker without a limit may use all it finds: nothing to compare with.
-    memory = sum(limits) if all(limits) else sys.maxsize
-    return Cluster(client, device, {"cpu": len(found)}, n_slots, memory, None, *where)
-
-
-def connect(scheduler_file: str | None) -> distributed.Client:
-    """Connect to the cluster of a scheduler file, or to the one that surrounds this program."""
-    if scheduler_file is not None:
-        return connect_to_file(scheduler_file)
-    return distributed.Client()
+def _states(dask_scheduler: Any) -> dict[str, str]:
+    return {address: one.status.name for address, one in dask_scheduler.workers.items()}

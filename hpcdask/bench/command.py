@@ -5,77 +5,114 @@ On a terminal a table goes to stdout, elsewhere one JSON line per measurement; a
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
-from click.core import ParameterSource
+from dask.utils import parse_bytes
 
-from hpcdask.bench.array import run_array, run_pattern
+from hpcdask.bench.arrays import run_array, run_svd, run_svd_exact
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.compare import compare_files
 from hpcdask.bench.exchange import run_exchange
-from hpcdask.bench.execution import Measurement, execute
-from hpcdask.bench.options import COMMON, FORMS, Size, options, repeats_option
+from hpcdask.bench.execution import execute
+from hpcdask.bench.measurement import Measurement
 from hpcdask.bench.startup import run_startup
-from hpcdask.bench.svd import check_form, run_svd, run_svd_exact
 from hpcdask.bench.zarr import run_zarr
 from hpcdask.bootstrap import ranks
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.logs import say
-from hpcdask.workloads import Device, Form
-from hpcdask.workloads.array import NAMES
+from hpcdask.workloads import Form
+from hpcdask.workloads.plain_array import NAMES
 
-SVD_NBYTES = 200 * 10**9
-EXACT_NBYTES = 16 * 10**8
-#: Bytes for each worker thread: seconds for each, and the Dask blog's sizes on 8 GPUs.
-SIZES: dict[Device, dict[str, int]] = {
-    "cuda": {
-        "array": 250 * 10**9,
-        "operation": 8 * 10**9,
-        "svd": 25 * 10**9,
-        "exact": 1600 * 10**6,
-        "zarr": 10**9,
-    },
-    "cpu": {
-        "array": 800 * 10**6,  # stock chunks are as large as that
-        "operation": 64 * 10**6,
-        "svd": 100 * 10**6,
-        "exact": 200 * 10**6,
-        "zarr": 100 * 10**6,
-    },
-}
+Runs = list[Callable[[Cluster], Measurement]]
 
 
-class Workloads(click.Group):
-    """The workloads, whose options stand behind them."""
+def size(text: str) -> int:
+    """Parse a number of bytes with a unit."""
+    nbytes = 0
+    if any(map(str.isdigit, text)):  # parse_bytes takes "" for 1
+        with contextlib.suppress(ValueError, OverflowError):
+            nbytes = int(parse_bytes(text))
+    if nbytes < 1:
+        forms = "a number of bytes with a unit, such as 200GB, 64GiB or 2TB"
+        raise click.BadParameter(f"{text!r} is not a size: {forms}")
+    return nbytes
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the group's own options."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            having = [
-                name
-                for name, command in self.commands.items()
-                if any(error.option_name in param.opts for param in command.params)
-            ]
-            if not having:
-                raise
-            one = "all" if "all" in having else having[0]
-            raise UsageError(
-                f"{error.option_name} is an option of workloads, and stands behind one: "
-                f"hpcdask bench {one} {error.option_name} …"
-            ) from None
+
+def file(text: str) -> Path:
+    """Check that a file can be written, before the measurement starts."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.BadParameter(f"{text!r} cannot be written: no such folder, or not yours")
+    return path
+
+
+COMMON = (
+    click.option(
+        "--report",
+        "report_file",
+        type=file,
+        metavar="FILE.html",
+        help="Write a web page with charts.",
+    ),
+    click.option(
+        "--json", "json_file", type=file, help="Append the results to this file, as JSON lines."
+    ),
+    click.option("--scheduler-file", metavar="FILE", help="Use the cluster of this file."),
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cuda", "cpu"]),
+        default="auto",
+        show_default=True,
+        help="What workers compute on. auto: GPUs where there are any, else the CPU.",
+    ),
+)
+REPEATS = click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    metavar="N",
+    default=3,
+    show_default=True,
+    help="Timed runs.",
+)
+CHUNK_SIZE = click.option(
+    "--chunk-size",
+    "chunk_nbytes",
+    type=size,
+    help="Largest chunk of the tuned form, in bytes.",
+)
+FORM = click.option(
+    "--form",
+    type=click.Choice(["tuned", "stock", "both"]),
+    help="tuned: hpcdask's version. stock: plain dask.array. Default: tuned, where there is one.",
+)
+
+
+def measures(function: Callable[..., Runs]) -> Callable[..., None]:
+    """Add the common options to a command, and execute what it returns for its own."""
+
+    @functools.wraps(function)
+    def command(**options: Any) -> None:
+        names = ("report_file", "json_file", "scheduler_file", "device")
+        common = {name: options.pop(name) for name in names}
+        every = click.get_current_context().info_name == "all"
+        execute(function(**options), leave_out=every, **common)
+
+    for option in COMMON:
+        command = option(command)
+    return command
 
 
 @click.group(
     "bench",
-    cls=Workloads,
     context_settings={"help_option_names": ["-h", "--help"]},
     invoke_without_command=True,
     epilog="Example: hpcdask bench array --size 10GB --form both",
@@ -112,97 +149,84 @@ def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
 @bench.command("array")
 @click.option(
     "--size",
-    type=Size(),
-    help="Bytes of float64. Default, for each worker thread: 250GB on GPUs, 800MB without; 8GB and "
-    "64MB for operations other than sum.",
+    "nbytes",
+    type=size,
+    help="Bytes of float64. Default, for each GPU or thread: 250GB on GPUs, 800MB without; 8GB and "
+    "64MB for operations other than sum. Plain dask.array: less where there are many.",
 )
 @click.option(
     "--operation",
-    type=click.Choice(["sum", *NAMES]),
+    type=click.Choice(NAMES),
     default="sum",
     show_default=True,
     help="sum: (x + 1)[::2, ::2].sum(), as in the Dask blog. The others are plain dask.array.",
 )
-@options(*COMMON, *FORMS)
-def array_command(size: int | None, operation: str, forms: list[Form], **more: Any) -> None:
+@FORM
+@CHUNK_SIZE
+@REPEATS
+@measures
+def array_command(operation: str, form: Form | None, **how: Any) -> Runs:
     """Time computations on a square array of random numbers.
 
     The numbers are float64, drawn from normal(10, 1).
     """
     if operation == "sum":
-        how, rest = _split(more, "repeats", "chunk_nbytes")
-        measurements = [_sized("array", run_array, size, form=form, **how) for form in forms]
-    else:
-        _refuse_beside(f"--operation {operation}", "--form", "--chunk-size")
-        how, rest = _split(more, "repeats")
-        rest.pop("chunk_nbytes")
-        measurements = [_sized("operation", run_pattern, size, operation=operation, **how)]
-    execute(measurements, **rest)
-
-
-def _split(options: dict[str, Any], *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Take the options of a measurement from those of `execute`."""
-    return {name: options.pop(name) for name in names}, options
-
-
-def _sized(name: str, run: Measurement, nbytes: int | None = None, **how: Any) -> Measurement:
-    """Return a measurement whose size, if it is not given, suits the cluster."""
-
-    def measure(cluster: Cluster) -> dict[str, Any]:
-        size = nbytes or SIZES[cluster.device][name] * cluster.n_slots
-        return run(cluster, nbytes=size, **how)
-
-    return measure
+        return [partial(run_array, form=one, **how) for one in _forms(form)]
+    _refuse_beside(f"--operation {operation}", {"form": form, "chunk_nbytes": how["chunk_nbytes"]})
+    return [partial(run_array, form="stock", operation=operation, **how)]
 
 
 @bench.command("svd")
 @click.option(
     "--size",
-    type=Size(),
-    help="Bytes of the matrix. Default: 200GB of uint8; 1.6GB of float64 with --exact.",
+    "nbytes",
+    type=size,
+    help="Bytes of the matrix. Default, for each GPU or thread: 25GB of uint8 on GPUs, 100MB "
+    "without; 1.6GB and 200MB of float64 with --exact.",
 )
-@click.option(
-    "--k", type=int, metavar="N", default=10, show_default=True, help="Singular values wanted."
-)
+@click.option("--k", type=int, metavar="N", help="Singular values wanted. Default: 10.")
 @click.option("--packed", is_flag=True, help="Pack four values from 0 to 3 into a byte.")
-@click.option("--stream", is_flag=True, help="Make the matrix anew whenever it is read.")
 @click.option("--exact", is_flag=True, help="Time dask.array.linalg.svd of 20 columns of float64.")
-@options(*COMMON, *FORMS)
-def svd_command(size: int | None, exact: bool, forms: list[Form], **more: Any) -> None:
+@FORM
+@CHUNK_SIZE
+@REPEATS
+@measures
+def svd_command(nbytes: int | None, repeats: int, exact: bool, **own: Any) -> Runs:
     """Time the singular value decomposition of a tall matrix.
 
     The workers hold the matrix.
     """
-    names = "k", "packed", "stream", "chunk_nbytes"
-    how, rest = _split(more, *names)
-    repeats = rest.pop("repeats")
+    how: dict[str, Any] = {"nbytes": nbytes, "repeats": repeats}
     if exact:
-        _refuse_beside("--exact", "--k", "--packed", "--stream", "--form", "--chunk-size")
-        run: Measurement = partial(run_svd_exact, nbytes=size or EXACT_NBYTES, repeats=repeats)
-        return execute([run], **rest)
-    for form in forms:
-        check_form(form, packed=how["packed"], stream=how["stream"])
-    run = partial(run_svd, nbytes=size or SVD_NBYTES, repeats=repeats, **how)
-    return execute([partial(run, form=form) for form in forms], **rest)
+        _refuse_beside("--exact", own)
+        return [partial(run_svd_exact, **how)]
+    forms = _forms(own.pop("form"))
+    if own["packed"] and "stock" in forms:
+        raise UsageError("--packed is for the tuned form: dask.array has no arithmetic for it")
+    how |= own
+    return [partial(run_svd, form=one, **how) for one in forms]
 
 
-def _refuse_beside(option: str, *others: str) -> None:
+def _forms(form: Form | Literal["both"] | None) -> list[Form]:
+    return list(get_args(Form)) if form == "both" else [form or "tuned"]
+
+
+def _refuse_beside(option: str, others: dict[str, Any]) -> None:
     """Raise UsageError if one of the other options was given: plain dask.array has none of them."""
-    context = click.get_current_context()
-    given = [
-        name
-        for param in context.command.params
-        for name in param.opts
-        if name in others
-        and context.get_parameter_source(param.name or "") is not ParameterSource.DEFAULT
-    ]
+    params = click.get_current_context().command.params
+    given = [one.opts[0] for one in params if others.get(one.name or "") not in (None, False)]
     if given:
         raise UsageError(f"{option} takes no {', '.join(given)}: it measures plain dask.array")
 
 
 @bench.command("zarr")
 @click.option(
-    "--size", type=Size(), default="2GB", show_default=True, help="Bytes of genotypes to make."
+    "--size",
+    "nbytes",
+    type=size,
+    default="2GB",
+    show_default=True,
+    help="Bytes of genotypes to make.",
 )
 @click.option(
     "--path",
@@ -211,67 +235,58 @@ def _refuse_beside(option: str, *others: str) -> None:
     help="Your own store, or where to make one. Default: a temporary folder.",
 )
 @click.option("--component", metavar="NAME", help="Name of the array, in a store with several.")
-@options(*COMMON, repeats_option)
-def zarr_command(size: int, **more: Any) -> None:
+@REPEATS
+@measures
+def zarr_command(**how: Any) -> Runs:
     """Time the population structure of genotypes in a Zarr store."""
-    how, rest = _split(more, "path", "component", "repeats")
-    execute([partial(run_zarr, nbytes=size, **how)], **rest)
+    return [partial(run_zarr, **how)]
 
 
 @bench.command("startup")
-@options(*COMMON)
-def startup_command(**options: Any) -> None:
+@measures
+def startup_command() -> Runs:
     """Show where the time from launch to workers goes."""
-    execute([run_startup], **options)
+    return [run_startup]
 
 
 @bench.command("all")
-@options(*COMMON, repeats_option)
-def all_command(repeats: int, **options: Any) -> None:
+@REPEATS
+@measures
+def all_command(repeats: int) -> Runs:
     """Measure all workloads, at sizes that suit the cluster.
 
     It leaves out what cannot be measured there, and says why.
     """
-
-    forms = get_args(Form)
     how: dict[str, Any] = {"repeats": repeats}
-    measurements: list[Measurement] = [
+    return [
         run_startup,
-        *(_sized("array", run_array, form=form, **how) for form in forms),
-        *(_sized("operation", run_pattern, operation=name, **how) for name in NAMES),
-        *(_sized("svd", run_svd, form=form, **how) for form in forms),
-        _sized("svd", run_svd, packed=True, **how),
-        _sized("exact", run_svd_exact, **how),
-        _sized("zarr", run_zarr, **how),
+        *(partial(run_array, form=form, **how) for form in get_args(Form)),
+        *(partial(run_array, operation=name, form="stock", **how) for name in NAMES[1:]),
+        *(partial(run_svd, form=form, **how) for form in get_args(Form)),
+        partial(run_svd, packed=True, **how),
+        partial(run_svd_exact, **how),
+        partial(run_zarr, **how),
         partial(run_exchange, **how),
     ]
-    execute(measurements, leave_out=True, **options)
 
 
 @bench.command("exchange")
 @click.option(
     "--size",
-    type=Size(),
+    "nbytes",
+    type=size,
     help="Bytes of a block from one worker to another. Default: 256MB on GPUs, 16MB without; less "
     "where memory is short.",
 )
-@click.option(
-    "--transpose-size",
-    type=Size(),
-    help="Bytes of x in x + x.T. Default: 8GB on GPUs, 512MB without; less where memory is short.",
-)
 @click.option("--alone", is_flag=True, help="Measure one pair of workers at a time.")
-@options(*COMMON, repeats_option)
-def exchange_command(**more: Any) -> None:
+@REPEATS
+@measures
+def exchange_command(**how: Any) -> Runs:
     """Time transfers between workers, pair by pair and all to all.
 
-    It also times x + x.T, and names slow workers.
+    It names slow workers. Of more than 32 workers it measures some pairs.
     """
-
-    how, rest = _split(more, "size", "transpose_size", "repeats", "alone")
-    nbytes, square_nbytes = how.pop("size"), how.pop("transpose_size")
-    run = partial(run_exchange, nbytes=nbytes, square_nbytes=square_nbytes, **how)
-    execute([run], **rest)
+    return [partial(run_exchange, **how)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -280,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         bench.main(arguments, prog_name="hpcdask bench", standalone_mode=False, obj=arguments)
     except click.ClickException as exc:
-        return _refuse(exc.format_message(), 2)
+        return _refuse(_misplaced(exc) or exc.format_message(), 2)
     except (click.Abort, KeyboardInterrupt):
         return _refuse("interrupted", 128 + signal.SIGINT)
     except HpcdaskError as exc:
@@ -288,6 +303,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exc:
         return exc.code if isinstance(exc.code, int) else 1
     return 0
+
+
+def _misplaced(error: click.ClickException) -> str:
+    """Return where an option of workloads belongs that came before one; else an empty text."""
+    context = getattr(error, "ctx", None)
+    if not isinstance(error, click.NoSuchOption) or not context or context.command is not bench:
+        return ""
+    option = error.option_name
+    having = [n for n, c in bench.commands.items() if any(option in one.opts for one in c.params)]
+    workload = "all" if "all" in having else "".join(having[:1])
+    text = f"{option} must come after the workload: hpcdask bench {workload} {option} …"
+    return text if having else ""
 
 
 def _refuse(text: str, code: int) -> int:

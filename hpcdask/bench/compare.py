@@ -4,194 +4,169 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+from dask.utils import format_bytes
 from rich.table import Table
 
-from hpcdask.bench.limits import LIMITS
-from hpcdask.bench.records import counts, decimal_bytes, failed, name_of
-from hpcdask.bench.summary import console
+from hpcdask.bench.measurement import VERSION, Measurement, console
 from hpcdask.errors import UsageError
 
-Record = Mapping[str, Any]
-
-#: A median may be this many times the other without being called slower.
-TOLERANCE = 1.05
-#: Runs that a verdict needs.
-LEAST_RUNS = 2
-NUMBERS = ("seconds_median", "seconds_min", "seconds_max")
-SAME_WORKLOAD = ("workload", "form", "shape", "dtype", "devices", "workers", "label")
+#: Times may be so many times the others without being called slower: of workloads; of transfers,
+#: and where one side has a single time; of 8 bytes, whose time is that of event loops.
+TOLERANCE, LOOSE, OF_LATENCY = 1.1, 1.2, 1.5
 
 
-@dataclass(frozen=True)
-class Change:
-    """A workload in two runs: least, median and greatest seconds of each; None where it is not.
-
-    ``verdict`` is one of those that docs/report.md explains.
-    """
+class Change(NamedTuple):
+    """Workload, or part of one, in two runs: all seconds of each; none where it is not."""
 
     name: str
-    before: tuple[float, float, float] | None
-    after: tuple[float, float, float] | None
+    before: Sequence[float]
+    after: Sequence[float]
     verdict: str
 
-    @property
-    def ratio(self) -> float | None:
-        """The median after over the one before: above 1 is slower."""
-        return self.after[1] / self.before[1] if self.before and self.after else None
 
-
-def load(path: str | Path) -> list[dict[str, Any]]:
-    """Read what ``hpcdask bench --json`` wrote, one record a line; empty lines do not count."""
+def load(path: str | Path) -> list[Measurement]:
+    """Read what ``hpcdask bench --json`` wrote, one measurement a line."""
+    found: list[Measurement] = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise UsageError(f"{path} cannot be read: {type(exc).__name__}: {exc}") from exc
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            records.append(_parse(line, f"{path}, line {number}"))
-    if not records:
+        lines = filter(str.strip, Path(path).read_text(encoding="utf-8").splitlines())
+        found.extend(_parse(json.loads(line)) for line in lines)
+    except (AttributeError, KeyError, OSError, TypeError, ValueError, RecursionError) as exc:
+        raise UsageError(
+            f"{path}, result {len(found) + 1} is none that `hpcdask bench --json` of this version "
+            f"wrote ({type(exc).__name__}: {exc})"
+        ) from exc
+    if not found:
         raise UsageError(f"{path} is empty: `hpcdask bench all --json {path}` writes it")
-    return records
-
-
-def _parse(line: str, where: str) -> dict[str, Any]:
-    written = "each line has to be one that `hpcdask bench --json` wrote"
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as exc:
-        raise UsageError(f"{where}: not JSON ({exc}); {written}") from exc
-    if not isinstance(found, dict) or not isinstance(found.get("workload"), str):
-        raise UsageError(f"{where}: not a result, it names no workload; {written}")
-    for name in NUMBERS if found["workload"] != LIMITS else ():
-        value: Any = found.get(name)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise UsageError(f"{where}: {name} is {value!r}, not a time in seconds; {written}")
     return found
 
 
-def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Change]:
-    """Compare two runs, workload by workload, in the order of the first; of several lines the last.
+def _parse(told: dict[str, object]) -> Measurement:
+    if told["version"] != VERSION:
+        raise ValueError(f"its version is {told['version']}, not {VERSION}")
+    found = Measurement.from_json(told)
+    if not found.seconds or not all(0 < one < math.inf for one in found.seconds):
+        raise ValueError(f"seconds are {list(found.seconds)}")
+    return found
 
-    What is only after comes last; if nothing is in both, that is a UsageError.
+
+def compare(before: Sequence[Measurement], after: Sequence[Measurement]) -> list[Change]:
+    """Compare two runs, workload by workload, in the order of the first.
+
+    All times of equal workloads count, so a file may hold several runs. Parts of a workload are
+    told if they got slower or faster. If nothing is in both, that is a UsageError.
     """
-    old, new = _by_workload(before), _by_workload(after)
-    if not old.keys() & new.keys():
-        raise UsageError(
-            "the two runs have no workload in common: before there are "
-            f"{_names(old)}; after, {_names(new)}. Sizes, forms and devices have to be the same"
-        )
-    return [_change(old.get(key), new.get(key)) for key in {**old, **new}]
-
-
-def _by_workload(records: Sequence[Record]) -> dict[str, Record]:
-    return {
-        json.dumps([record.get(name) for name in SAME_WORKLOAD], sort_keys=True): record
-        for record in records
-        if record["workload"] != LIMITS
+    keys = dict.fromkeys(one.key for one in [*before, *after])
+    sides = {
+        key: [[one for one in run if one.key == key] for run in (before, after)] for key in keys
     }
+    if not any(old and new for old, new in sides.values()):
+        names = (", ".join(map(_name, run)) for run in (before, after))
+        raise UsageError(
+            "the two runs have no workload in common: before there are {}; after, {}. Sizes, forms "
+            "and devices have to be the same".format(*names)
+        )
+    return [change for old, new in sides.values() for change in _changes(old, new)]
 
 
-def _names(records: Mapping[str, Record]) -> str:
-    return ", ".join(map(_name, records.values())) or "none"
+def _name(one: Measurement) -> str:
+    asked = [
+        f"k = {one.k}" if one.k and one.k != 10 else "",
+        f"chunks of {format_bytes(one.chunk_nbytes)}" if one.chunk_nbytes else "",
+        f"blocks of {format_bytes(one.block_nbytes)}" if one.block_nbytes else "",
+        f"{one.workers} workers" if one.workers != sum(one.devices.values()) else "",
+    ]
+    size = format_bytes(one.nbytes) if one.nbytes else ""
+    words = " ".join(filter(None, [one.label, size, "on", one.where]))
+    return ", ".join(filter(None, [words, *asked]))
 
 
-def _name(record: Record) -> str:
-    size = f" {decimal_bytes(record['bytes'])}" if record.get("bytes") else ""
-    on = counts(record)
-    return f"{name_of(record)}{size}{on and f' on {on}'}"
+def _changes(old: list[Measurement], new: list[Measurement]) -> Iterator[Change]:
+    """Yield the change of a workload, and those of its parts that are slower or faster."""
+    name, times = _name((old or new)[0]), [_times(old), _times(new)]
+    for part, tolerance in dict.fromkeys(key for side in times for key in side):
+        was, now = (side.get((part, tolerance), []) for side in times)
+        verdict = _verdict(was, now, tolerance)
+        if not part:
+            wrong = any(one.failed for one in new)
+            yield Change(name, was, now, "wrong" if wrong else verdict)
+        elif verdict in ("slower", "faster"):
+            yield Change(f"{name.partition(',')[0]}: {part}", was, now, verdict)
 
 
-def _change(old: Record | None, new: Record | None) -> Change:
-    name = _name(new or old or {})
-    before, after = _times(old), _times(new)
-    verdict = "same"
-    if failed(new or {}):
-        verdict = "wrong"
-    elif before is None or after is None:
-        verdict = "only after" if before is None else "only before"
-    elif min(map(_runs, (old, new))) < LEAST_RUNS:
-        verdict = "one run"
-    elif after[1] > TOLERANCE * before[1] and after[0] > before[2]:
-        verdict = "slower"
-    elif before[1] > TOLERANCE * after[1] and before[0] > after[2]:
-        verdict = "faster"
-    return Change(name, before, after, verdict)
+def _times(group: Sequence[Measurement]) -> dict[tuple[str, float], list[float]]:
+    """Return all seconds of equal measurements, by part ("" is the whole) and tolerance."""
+    found: dict[tuple[str, float], list[float]] = {}
+    for one in group:
+        exchange = one.exchange
+        parts = [("", LOOSE if exchange else TOLERANCE, one.seconds)]
+        if exchange:
+            names, reduced = exchange.names, exchange.all_reduce
+            parts += [
+                ("8 bytes", OF_LATENCY, tuple(exchange.latencies())),
+                ("all-reduce", LOOSE, reduced.seconds if reduced else ()),
+                *(
+                    (f"{names[pair.sender]} -> {names[pair.receiver]}", LOOSE, pair.seconds)
+                    for pair in exchange.pairs
+                ),
+            ]
+        for part, tolerance, seconds in parts:
+            found.setdefault((part, tolerance), []).extend(seconds)
+    return found
 
 
-def _runs(record: Record | None) -> int:
-    """Return the number of timings; least and greatest of start-up are over workers."""
-    return len((record or {}).get("seconds") or range(LEAST_RUNS))
+def _verdict(before: Sequence[float], after: Sequence[float], tolerance: float) -> str:
+    """Judge by the fastest run and the median: the slowest may be somebody else's doing."""
+    if not before or not after:
+        return "only before" if before else "only after"
+    if min(len(before), len(after)) == 1:
+        tolerance = max(tolerance, LOOSE)
+    ratios = [of(after) / of(before) for of in (min, statistics.median)]
+    if min(ratios) > tolerance:
+        return "slower"
+    return "faster" if max(ratios) < 1 / tolerance else "same"
 
 
-def _times(record: Record | None) -> tuple[float, float, float] | None:
-    if record is None:
-        return None
-    return record["seconds_min"], record["seconds_median"], record["seconds_max"]
+def _text(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return "-"
+    return f"{statistics.median(seconds):.3g} s ({min(seconds):.3g} to {max(seconds):.3g})"
 
 
-def exit_code(changes: Sequence[Change]) -> int:
-    """Return 1 if anything got slower or wrong, otherwise 0."""
-    return int(any(change.verdict in ("slower", "wrong") for change in changes))
+def compare_files(before: str | Path, after: str | Path) -> int:
+    """Print a comparison of two files of ``hpcdask bench --json``; return 1 if it is for the worse.
 
-
-def table(changes: Sequence[Change]) -> Table:
-    """Return changes as a table, times in seconds; a ratio above 1 is slower."""
+    Below the table stand the versions, and the hardware's rates, that differ.
+    """
+    old, new = load(before), load(after)
+    changes, out = compare(old, new), console()
     made = Table(box=None, header_style="bold", pad_edge=False)
     made.add_column("workload", overflow="fold")
     for head in ("before", "after", "ratio"):
         made.add_column(head, justify="right")
     made.add_column("")
-    for one in changes:
-        ratio = "-" if one.ratio is None else f"{one.ratio:.3f}"
-        made.add_row(one.name, _cell(one.before), _cell(one.after), ratio, one.verdict)
-    return made
-
-
-def _cell(times: tuple[float, float, float] | None) -> str:
-    if times is None:
-        return "-"
-    least, median, greatest = (f"{seconds:.3g}" for seconds in times)
-    return f"{median} s ({least} to {greatest})"
-
-
-def compare_files(before: str | Path, after: str | Path) -> int:
-    """Print a comparison of two files of ``hpcdask bench --json``, and return the exit code.
-
-    Below the table stand the versions that differ, and the limits that differ by more than 5 %.
-    """
-    old, new = load(before), load(after)
-    changes = compare(old, new)
-    out = console()
-    out.print(table(changes))
-    if versions := _versions(_by_workload(old), _by_workload(new)):
-        out.print(f"versions: {versions}")
-    if limits := _limits(old, new):
-        out.print(f"limits of the hardware, per second: {limits}")
-    return exit_code(changes)
-
-
-def _versions(old: Mapping[str, Record], new: Mapping[str, Record]) -> str:
-    found: dict[str, None] = {}
-    for key in old.keys() & new.keys():
-        was, is_now = (run[key].get("versions") or {} for run in (old, new))
-        for name in {**was, **is_now}:
-            if was.get(name) != is_now.get(name):
-                found[f"{name} {was.get(name) or 'none'} -> {is_now.get(name) or 'none'}"] = None
-    return ", ".join(sorted(found))
-
-
-def _limits(old: Sequence[Record], new: Sequence[Record]) -> str:
-    was, is_now = (
-        {name: rate for r in run for name, rate in (r.get("rates") or {}).items()}
-        for run in (old, new)
-    )
-    return ", ".join(
-        f"{name} {was[name]:.3g} -> {is_now[name]:.3g}"
-        for name in was
-        if name in is_now and not was[name] / TOLERANCE <= is_now[name] <= was[name] * TOLERANCE
-    )
+    for name, *sides, verdict in changes:
+        ratio = "-"
+        if all(sides):
+            ratio = f"{statistics.median(sides[1]) / statistics.median(sides[0]):.3f}"
+        made.add_row(name, *map(_text, sides), ratio, verdict)  # a ratio above 1 is slower
+    out.print(made)
+    was, now = old[-1].versions, new[-1].versions
+    if versions := [
+        f"{name} {was.get(name) or 'none'} -> {now.get(name) or 'none'}"
+        for name in sorted({**was, **now})
+        if was.get(name) != now.get(name)
+    ]:
+        out.print(f"versions: {', '.join(versions)}")
+    rates, present = ({k: v for one in run for k, v in one.rates.items()} for run in (old, new))
+    if limits := [
+        f"{name} {rates[name]:.3g} -> {present[name]:.3g}"
+        for name in sorted(rates.keys() & present.keys())
+        if not 1 / TOLERANCE <= present[name] / rates[name] <= TOLERANCE
+    ]:
+        out.print(f"limits of the hardware, per second: {', '.join(limits)}")
+    return int(any(one.verdict in ("slower", "wrong") for one in changes))

@@ -1,241 +1,323 @@
 """Measure how fast the workers of a cluster exchange data.
 
-Between pairs it is the receiving worker that holds the clock, so nothing but the transfer is
-measured; ``x + x.T`` is timed by the client, as a user waits for it.
+It is the receiving worker that holds the clock, so nothing but the transfer is measured.
 """
 
 from __future__ import annotations
 
-import platform
 import statistics
-import time
-import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import dask.array as da
-import distributed
-import numpy as np
-from dask.utils import format_time
+from dask.utils import format_bytes, format_time
+from rich.table import Table
 
-from hpcdask.bench import all_reduce, exchange_report
-from hpcdask.bench.cluster import Cluster, workers_of
-from hpcdask.bench.exchange_pairs import Members, Pairs, wait
-from hpcdask.bench.records import Case, decimal_bytes, rate
-from hpcdask.bench.summary import console
-from hpcdask.bench.workload import Timed, record
-from hpcdask.errors import UsageError
-from hpcdask.logs import say
-from hpcdask.workloads import Check, count_tasks
+from hpcdask.bench.cluster import Cluster, wait
+from hpcdask.bench.measurement import Exchange, Measurement, Pair, Together, console, rate
+from hpcdask.client.gang import RankContext, gang
+from hpcdask.errors import GangError, UsageError
+from hpcdask.gpu import nccl
+from hpcdask.gpu.driver import cuda_extra
+from hpcdask.logs import say, some
+from hpcdask.workloads import Check
 from hpcdask.workloads import exchange as workload
 
 PAIR_NBYTES = {"cuda": 256_000_000, "cpu": 16_000_000}
-SQUARE_NBYTES = {"cuda": 8_000_000_000, "cpu": 512_000_000}
-#: The part of all memory that x may have: there are x, copies of its chunks, x + x.T and scratch.
-SQUARE_FRACTION = 0.12
-#: Workers spill from 0.6 on, and count each view as memory of its own.
-BLOCKS_FRACTION = 0.25
-#: Slow workers and pairs that are printed.
-MAX_LINES = 10
+#: Workers spill from 0.6 on, and count each view as memory of its own: beside the buffer there is
+#: one block that leaves and one that comes.
+BLOCKS_FRACTION, HELD = 0.25, 3
+#: A step takes this long at most, and longer with much data.
+STEP_DEADLINE_S, LEAST_BYTES_PER_S = 120.0, 10e6
+#: Slow workers and pairs that are printed; workers of which a table can show all pairs.
+MAX_LINES, MAX_COLUMNS = 10, 16
+#: Seconds for all of NCCL, which can hang: the gang then restarts the workers. All-reduces of one
+#: repeat.
+NCCL_DEADLINE_S, CALLS = 120.0, 10
+#: Slow is less than this part of what is usual.
+SLOW = 0.5
+
+Pairs = Sequence[tuple[int, int]]
+#: GB/s of pairs (sender, receiver).
+Rates = Mapping[tuple[int, int], float]
 
 
 def run_exchange(
-    cluster: Cluster,
-    nbytes: int | None = None,
-    square_nbytes: int | None = None,
-    *,
-    repeats: int = 3,
-    alone: bool = False,
-) -> dict[str, Any]:
-    """Measure all pairs of workers (``alone``: one at a time), all to all, ``x + x.T``, and NCCL.
+    cluster: Cluster, nbytes: int | None = None, *, repeats: int = 3, alone: bool = False
+) -> Measurement:
+    """Measure pairs of workers (`alone`: one at a time), all to all, and NCCL.
 
-    Times and GB/s at the record's top are those of ``x + x.T``; rows of the matrices in ``result``
-    are sources.
+    The measurement's own times and GB/s are those of all to all.
     """
-    client, members = cluster.client, _members(cluster.client)
-    nbytes, square_nbytes = _sizes(cluster, len(members), nbytes, square_nbytes, repeats)
-    rows = workload.grid(square_nbytes, len(members), cluster.device)
-    say(
-        f"exchange between {len(members)} workers, {cluster}: blocks of {decimal_bytes(nbytes)}, "
-        f"then x + x.T of {decimal_bytes(8 * sum(rows) ** 2)}"
-    )
-    pairs = Pairs(client, members, nbytes // workload.ITEM_NBYTES, cluster.device)
-    bandwidth, latency = pairs.measure(repeats, alone=alone)
-    all_to_all = pairs.all_to_all(repeats, _shard_items(cluster, len(members), nbytes))
-    pairs.buffers.clear()
-    transport = _transports(client, members)
-    square, checks = _measure_square(cluster, members, rows, repeats)
-    reduced, of_nccl = all_reduce.measure(cluster, nbytes, repeats)  # a hang ends workers, so last
-    checks += of_nccl
-    findings = exchange_report.judge(bandwidth, members.names, members.hosts)
-    n = sum(rows)
-    case = Case("exchange", "stock", (n, n), "float64", len(rows) ** 2, (max(rows), max(rows)))
-    result = {
-        "names": members.names,
-        "hosts": members.hosts,
-        "pair_bytes": nbytes,
-        "alone": alone,
-        "GB/s": bandwidth,
-        "latency_ms": latency,
-        "transport": transport,
-        "summary": exchange_report.summary(bandwidth, members.hosts),
-        "all_to_all": all_to_all,
-        "transpose": square,
-        "all_reduce": reduced,
-        "slow": [finding._asdict() for finding in findings],
-    }
-    checks.insert(0, Check("blocks that arrived wrong", pairs.n_wrong, 0, 0))
-    timed = Timed(square["seconds"], None, square["dask_tasks"])
-    line = record(case, cluster, timed, result, checks)
-    _tell(result)
-    return {**line, "GB/s": square["GB/s"]}
-
-
-def _tell(result: dict[str, Any]) -> None:
-    console(stderr=True).print(exchange_report.table(result))
-    for finding in result["slow"][:MAX_LINES]:
-        say(f"warning: {finding['text']}")
-    if (more := len(result["slow"]) - MAX_LINES) > 0:
-        say(f"warning: {more} more; --json FILE keeps them all")
-    latencies = [value for row in result["latency_ms"] for value in row if value is not None]
-    say(f"8 bytes take {format_time(statistics.median(latencies) / 1e3)}, in the median")
-    every, square = result["all_to_all"], result["transpose"]
-    block, crossing = decimal_bytes(every["block_bytes"]), decimal_bytes(square["bytes_to_cross"])
-    say(f"all to all: {rate(every['GB/s'])} in all, {block} for each pair")
-    if line := exchange_report.all_reduce_line(result):
-        say(line)
-    say(f"x + x.T: {crossing} of {decimal_bytes(square['bytes'])} go between workers; times are:")
-
-
-# --- what there is --------------------------------------------------------------------------------
-
-
-def _members(client: distributed.Client) -> Members:
-    workers = workers_of(client)
-    if len(workers) < 2:
+    if (n := len(cluster.workers)) < 2:
         raise UsageError(
-            f"an exchange needs two workers at least, and this cluster has {len(workers)}: "
+            f"an exchange needs two workers at least, and this cluster has {n}: "
             f"start more, as with `mpirun -n 2 hpcdask bench exchange`"
         )
-    # by name: those of `workers_of` are addresses
-    found = client.run(platform.node, workers=list(workers))
-    return Members.of({a: {"host": host, "name": workers[a]["name"]} for a, host in found.items()})
+    nbytes, steps = _size(cluster, nbytes), workload.steps(n, alone=alone)
+    everyone = [pair for step in steps for pair in step]
+    left_out = n * (n - 1) - len(everyone)
+    say(
+        f"exchange between {n} workers, {cluster}: blocks of {format_bytes(nbytes)}"
+        + (f"; {left_out:,} pairs of workers are left out" if left_out else "")
+    )
+    blocks = Blocks(cluster, nbytes // workload.ITEM_NBYTES)
+    pairs = tuple(pair for step in steps for pair in blocks.measure(step, repeats))
+    share = BLOCKS_FRACTION * cluster.memory_nbytes / n / (2 * n)
+    n_items = max(1, int(min(nbytes, share)) // workload.ITEM_NBYTES)
+    every = [blocks.move(everyone, n_items) for _ in range(1 + repeats)][1:]
+    all_to_all = Together(
+        tuple(max(one.seconds for one in received.values()) for received in every),
+        sum(one.nbytes for one in every[-1].values()),
+        n_items * workload.ITEM_NBYTES,
+    )
+    blocks.buffers.clear()
+    reduced, checks = _all_reduce(cluster, nbytes, repeats)  # a hang ends workers, so last
+    names, hosts = zip(*((one.name, one.host) for one in cluster.workers), strict=True)
+    found = Exchange(names, hosts, nbytes, pairs, all_to_all, reduced)
+    found = replace(found, slow=tuple(judge(found.rates(), names, hosts)))
+    _tell(found)
+    return Measurement(
+        workload="exchange",
+        variant="alone" if alone else "",
+        block_nbytes=nbytes,
+        seconds=all_to_all.seconds,
+        moved=int(all_to_all.nbytes),
+        checks=(Check("blocks that arrived wrong", blocks.n_wrong, 0, 0), *checks),
+        exchange=found,
+        **cluster.describe(),
+    )
 
 
-def _transports(client: distributed.Client, members: Members) -> list[list[str | None]]:
-    told = client.run(workload.transports, workers=members.addresses)
-
-    def way(source: str, destination: str) -> str | None:
-        one = told[destination]
-        return None if source == destination else one["peers"].get(source, one["scheme"])
-
-    return [[way(a, b) for b in members.addresses] for a in members.addresses]
-
-
-def _sizes(
-    cluster: Cluster, n_workers: int, nbytes: int | None, square_nbytes: int | None, repeats: int
-) -> tuple[int, int]:
+def _size(cluster: Cluster, nbytes: int | None) -> int:
+    """Return the bytes of a block, a whole number of items."""
     item = workload.ITEM_NBYTES
-    most = int(BLOCKS_FRACTION * cluster.memory_nbytes / n_workers / (repeats + 2))
-    most_square = int(SQUARE_FRACTION * cluster.memory_nbytes)
+    most = int(BLOCKS_FRACTION * cluster.memory_nbytes / len(cluster.workers) / HELD)
     nbytes = min(PAIR_NBYTES[cluster.device], most) if nbytes is None else nbytes
-    if square_nbytes is None:
-        square_nbytes = min(SQUARE_NBYTES[cluster.device], most_square)
     if nbytes < item:
         raise UsageError(f"--size {nbytes} B is too small: the least is {item} B")
-    for option, wanted, limit in (
-        ("--size", nbytes, most),
-        ("--transpose-size", square_nbytes, most_square),
-    ):
-        if wanted > limit:
-            raise UsageError(
-                f"{option} {decimal_bytes(wanted)} does not fit {cluster}: "
-                f"{limit // 10**6}MB is the most"
-            )
-    return nbytes // item * item, square_nbytes
-
-
-def _shard_items(cluster: Cluster, n_workers: int, nbytes: int) -> int:
-    # A worker sends and receives n - 1 of them.
-    most = int(BLOCKS_FRACTION * cluster.memory_nbytes / n_workers / (2 * n_workers))
-    return max(1, min(nbytes, most) // workload.ITEM_NBYTES)
-
-
-# --- x + x.T --------------------------------------------------------------------------------------
-
-
-def _measure_square(
-    cluster: Cluster, members: Members, rows: tuple[int, ...], repeats: int
-) -> tuple[dict[str, Any], list[Check]]:
-    client, n = cluster.client, sum(rows)
-    seconds: list[float] = []
-    needed: list[int] = []
-    moved: list[int] = []
-    checks: list[Check] = []
-    n_tasks = 0
-    # x is another one each time: workers keep copies of chunks that came to them.
-    for seed in range(1 + repeats):
-        x, where = _make_square(cluster, members, rows, seed)
-        y = x + x.T
-        n_tasks = count_tasks(y)
-        before = _sent(client)
-        start = time.perf_counter()
-        y = y.persist()
-        wait(client, [y], members, "x + x.T", 2 * x.nbytes)
-        seconds.append(time.perf_counter() - start)
-        moved.append(_sent(client) - before)
-        needed.append(workload.to_cross(where, rows))
-        if seed == repeats:
-            futures = client.compute(workload.verify(y, seed, cluster.device))
-            wait(client, [futures], members, "the check of x + x.T", 0)
-            checks = workload.check_sum(futures.result(), n, seed)
-        del x, y
-    median = statistics.median(seconds[1:])
-    return {
-        "bytes": 8 * n * n,
-        "seconds": seconds[1:],
-        "bytes_to_cross": needed[-1],
-        "bytes_crossed": int(statistics.median(moved[1:])),
-        "dask_tasks": n_tasks,
-        "GB/s": needed[-1] / median / 1e9,
-    }, checks
-
-
-def _make_square(
-    cluster: Cluster, members: Members, rows: tuple[int, ...], seed: int
-) -> tuple[da.Array, dict[tuple[int, int], str]]:
-    """Make x on the workers, and tell where its chunks are."""
-    client = cluster.client
-    name = f"x-{uuid.uuid4().hex}"
-    starts = [sum(rows[:part]) for part in range(len(rows))]
-    cells: dict[int, list[tuple[int, int]]] = {}
-    for cell, owner in workload.owners(len(rows), len(members)).items():
-        cells.setdefault(owner, []).append(cell)
-    graph: dict[Any, Any] = {}
-    for owner, mine in cells.items():
-        keys = [(name, *cell) for cell in mine]
-        futures = client.map(
-            workload.square_block,
-            mine,
-            key=keys,
-            workers=[members.addresses[owner]],
-            allow_other_workers=False,
-            starts=starts,
-            rows=rows,
-            seed=seed,
-            device=cluster.device,
+    if nbytes > most:
+        raise UsageError(
+            f"--size {format_bytes(nbytes)} does not fit {cluster}: {most // 10**6}MB is the most"
         )
-        graph.update(zip(keys, futures, strict=True))
-    wait(client, list(graph.values()), members, "x", 0)
-    holders = client.who_has(list(graph.values()))
-    where = {key[1:]: holders[key][0] for key in graph}
-    x = da.Array(graph, name, chunks=(rows, rows), meta=np.empty((0, 0)))
-    return x, where
+    return nbytes // item * item
 
 
-def _sent(client: distributed.Client) -> int:
-    """Return the bytes that all workers have sent so far."""
-    return sum(client.run(_sent_bytes).values())
+class Blocks:
+    """Blocks between workers, from one buffer on each, which is freed with the list `buffers`.
+
+    `n_wrong` counts the blocks that did not hold what they should.
+    """
+
+    def __init__(self, cluster: Cluster, n_items: int) -> None:
+        self.cluster, self.n_items, self.n_wrong = cluster, n_items, 0
+        n, device = len(cluster.workers), cluster.device
+        self.buffers = [cluster.start(i, workload.fill, i, n, n_items, device) for i in range(n)]
+        wait(cluster, self.buffers, "the buffers", STEP_DEADLINE_S)
+
+    def move(self, pairs: Pairs, n_items: int) -> dict[int, workload.Received]:
+        """Move a block between each of the pairs, all at once; return the reports by receiver."""
+        nbytes = len(pairs) * n_items * workload.ITEM_NBYTES
+        what = f"{format_bytes(nbytes)} between {len(pairs)} pairs of workers"
+        within_s = STEP_DEADLINE_S + nbytes / LEAST_BYTES_PER_S
+        views = [
+            self.cluster.start(i, workload.view, self.buffers[i], j, n_items) for i, j in pairs
+        ]
+        wait(self.cluster, views, what, within_s)
+        incoming: dict[int, list[tuple[Any, str, int]]] = {}
+        for (i, j), view in zip(pairs, views, strict=True):
+            first = workload.first_item(i, j, len(self.buffers))
+            incoming.setdefault(j, []).append((view, view.key, first))
+        sinks = [
+            self.cluster.start(j, workload.sink, *map(list, zip(*blocks, strict=True)), n_items)
+            for j, blocks in incoming.items()
+        ]
+        wait(self.cluster, sinks, what, within_s)
+        received = dict(zip(incoming, self.cluster.client.gather(sinks), strict=True))
+        self.n_wrong += sum(one.n_wrong for one in received.values())
+        return received
+
+    def measure(self, pairs: Pairs, repeats: int) -> list[Pair]:
+        """Measure pairs at once: blocks, after one that does not count; then 8 bytes."""
+        large = [self.move(pairs, self.n_items) for _ in range(1 + repeats)][1:]
+        small = [self.move(pairs, 1) for _ in range(repeats)]
+        workers, found = self.cluster.workers, []
+        for i, j in pairs:
+            # the lines of many pairs are long: four digits are significant
+            block, latency = (
+                tuple(float(f"{received[j].seconds:.4g}") for received in rounds)
+                for rounds in (large, small)
+            )
+            found.append(Pair(i, j, workers[j].transport_from(workers[i]), block, latency))
+        return found
 
 
-def _sent_bytes(dask_worker: Any) -> int:
-    return int(dask_worker.transfer_outgoing_bytes_total)
+# --- NCCL -----------------------------------------------------------------------------------------
+
+
+def _all_reduce(cluster: Cluster, nbytes: int, repeats: int) -> tuple[Together | None, list[Check]]:
+    """Measure an all-reduce between the workers, as a gang; None without GPUs."""
+    if cluster.device != "cuda":
+        return None, []
+    client, names = cluster.client, {one.address: one.name for one in cluster.workers}
+    why = client.run(_nccl_missing)
+    if without := [address for address, told in why.items() if told[0]]:
+        text, package = why[without[0]]
+        who = some(names.get(address, address) for address in without)
+        missing = f"NCCL is not installed (worker {who}: {text}). pip install {package}"
+        return Together(missing=missing), []
+    try:
+        # as a gang, so that NCCL takes the cluster's network
+        (key,) = gang(_host, client=client, size=1, timeout=NCCL_DEADLINE_S)
+        shared = {"unique_id": key, "nbytes": nbytes, "repeats": repeats}
+        told = gang(_reduce, client=client, timeout=NCCL_DEADLINE_S, shared=shared)
+    except GangError as error:
+        return Together(missing=f"it failed: {error}"), []
+    slowest = tuple(max(seconds) for seconds in zip(*(one[0] for one in told), strict=True))
+    moved = nccl.bus_bandwidth(nbytes, 1.0, len(told))
+    wrong = sum(not right for _, right, _ in told)
+    check = Check("workers whose all-reduce was wrong", wrong, 0, 0)
+    return Together(slowest, moved, nbytes, told[0][2]), [check]
+
+
+def _nccl_missing() -> tuple[str, str]:
+    """Return why this worker cannot use NCCL, and the package that brings it for its CUDA."""
+    return nccl.missing(), f"nvidia-nccl-{cuda_extra().replace('cuda', 'cu')}"
+
+
+def _host(context: RankContext) -> bytes:
+    return nccl.unique_id()
+
+
+def _reduce(
+    context: RankContext, unique_id: bytes, nbytes: int, repeats: int
+) -> tuple[list[float], bool, str]:
+    """Return the seconds of one all-reduce in each repeat, if all were right, NCCL's version."""
+    communicator = nccl.join(context.rank, context.world_size, unique_id)
+    try:
+        runs = [nccl.all_reduce(communicator, nbytes, CALLS) for _ in range(repeats)]
+    finally:
+        communicator.destroy()
+    return [seconds for seconds, _ in runs], all(right for _, right in runs), nccl.version()
+
+
+# --- slow nodes, workers and pairs ----------------------------------------------------------------
+
+
+def judge(rates: Rates, names: Sequence[str], hosts: Sequence[str]) -> list[str]:
+    """Name slow nodes, then workers, then pairs, each cause once, the slowest first, in lines.
+
+    Pairs within a node are compared with such pairs, and those between nodes with those. A pair is
+    slow below half of their median, a worker if the median of its pairs is, and a node if all its
+    workers are.
+    """
+    inside, between = split(rates, hosts)
+    found = [
+        *_judge(inside, "of its node", names, hosts),
+        *_judge(between, "of other nodes", names, hosts),
+    ]
+    return [text for *_, text in sorted(found, key=lambda one: one[:2])]
+
+
+def split(rates: Rates, hosts: Sequence[str]) -> tuple[Rates, Rates]:
+    """Return the rates within nodes, and those between nodes."""
+    inside = {(i, j): value for (i, j), value in rates.items() if hosts[i] == hosts[j]}
+    return inside, {pair: value for pair, value in rates.items() if pair not in inside}
+
+
+def _judge(
+    rates: Rates, where: str, names: Sequence[str], hosts: Sequence[str]
+) -> Iterator[tuple[int, float, str]]:
+    """Yield the order of a kind of finding, the part of what is usual, and a line."""
+    sends, receives = _slow_members(rates, 0), _slow_members(rates, 1)
+    rest = {
+        (i, j): value for (i, j), value in rates.items() if i not in sends and j not in receives
+    }
+    usual = _median(rest.values() or rates.values())
+    for verb, values in (
+        ("exchanges", {m: min(sends[m], receives[m]) for m in sends if m in receives}),
+        ("sends", {m: value for m, value in sends.items() if m not in receives}),
+        ("receives", {m: value for m, value in receives.items() if m not in sends}),
+    ):
+        for host in dict.fromkeys(hosts[m] for m in values):
+            members = [m for m in values if hosts[m] == host]
+            is_node = len(members) == hosts.count(host) > 1
+            for group in [members] if is_node else [[member] for member in members]:
+                value = _median(values[m] for m in group)
+                who = f"node {host}" if is_node else f"worker {names[group[0]]} on {host}"
+                text = f"{who} {verb} slowly: {value:.3g} GB/s with workers {where}"
+                yield 1 - is_node, value / usual, f"{text}, {usual:.3g} is usual"
+    for (i, j), value in rest.items():
+        if value < SLOW * usual:
+            place = hosts[i] if hosts[i] == hosts[j] else f"{hosts[i]} -> {hosts[j]}"
+            text = f"pair {names[i]} -> {names[j]} on {place}: {value:.3g} GB/s"
+            yield 2, value / usual, f"{text}, {usual:.3g} is usual"
+
+
+def _slow_members(rates: Rates, side: int) -> dict[int, float]:
+    # Compared with the median member, not the median pair: of three members, one that is slow
+    # touches two thirds of the pairs. With two, nobody can tell which is to blame.
+    lines: dict[int, list[float]] = {}
+    for pair, value in rates.items():
+        lines.setdefault(pair[side], []).append(value)
+    medians = {member: _median(line) for member, line in lines.items() if len(line) > 1}
+    usual = _median(medians.values())
+    return {member: value for member, value in medians.items() if value < SLOW * usual}
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(list(values) or [0.0])
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def _tell(found: Exchange) -> None:
+    if len(found.names) <= MAX_COLUMNS:
+        console(stderr=True).print(_table(found))
+    say(kinds_of_pairs(found))
+    for text in found.slow[:MAX_LINES]:
+        say(f"warning: {text}")
+    if (more := len(found.slow) - MAX_LINES) > 0:
+        say(f"warning: {more} more; --json FILE keeps them all")
+    say(f"8 bytes take {format_time(statistics.median(found.latencies()))}, in the median")
+    every = found.all_to_all
+    block = format_bytes(every.block_nbytes)
+    say(f"all to all: {rate(every.rate / 1e9)} in all, {block} for each pair")
+    if line := all_reduce_line(found):
+        say(line)
+
+
+def _table(found: Exchange) -> Table:
+    """Return the GB/s of all pairs."""
+    rates, numbers = found.rates(), range(len(found.names))
+    heads = ["", *map(str, numbers)]
+    table = Table(
+        *heads, title="GB/s, from row to column", title_justify="left", box=None, pad_edge=False
+    )
+    for i in numbers:
+        cells = (f"{rates[i, j]:.3g}" if (i, j) in rates else "-" for j in numbers)
+        table.add_row(f"{i} {found.names[i]}", *cells)
+    return table
+
+
+def kinds_of_pairs(found: Exchange) -> str:
+    """Return the rates of pairs within nodes and between nodes, in words."""
+    kinds = zip(("within nodes", "between nodes"), split(found.rates(), found.hosts), strict=True)
+    return "; ".join(
+        f"{kind}: {rate(statistics.median(rates.values()))} in the median, "
+        f"{rate(min(rates.values()))} to {rate(max(rates.values()))}"
+        for kind, rates in kinds
+        if rates
+    )
+
+
+def all_reduce_line(found: Exchange) -> str:
+    """Return what NCCL reached, or why it was left out; empty without GPUs."""
+    if (reduced := found.all_reduce) is None:
+        return ""
+    if reduced.missing:
+        return f"all-reduce left out: {reduced.missing}"
+    reached = f"{rate(reduced.rate / 1e9)} bus bandwidth"
+    block = format_bytes(reduced.block_nbytes)
+    return f"all-reduce over NCCL {reduced.library}: {reached}, {block} on each worker"

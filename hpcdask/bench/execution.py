@@ -1,4 +1,8 @@
-"""Make measurements on a cluster, tell of each when it is made, and write the report.
+"""Measurements on a cluster: the steps of each workload, and all of a run with its lines and files.
+
+What is timed is what a user waits for: from the call that computes a graph, already built, to the
+result in the client, optimisation, scheduling and transfer included. Each repeat has a graph of
+its own with other random numbers, so that nothing is remembered from the one before.
 
 Where no cluster is given or surrounds the program, it starts itself again as the program of the
 runner, which makes a cluster of this machine, or of the ranks of ``mpirun`` and ``srun``.
@@ -7,33 +11,154 @@ runner, which makes a cluster of this machine, or of the ranks of ``mpirun`` and
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
-import signal
+import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 import dask
-from distributed import CancelledError, KilledWorker
+import psutil
+from dask.utils import format_bytes
+from distributed import CancelledError, Client, KilledWorker
 from distributed.comm import CommClosedError
+from rich.table import Table
+from rich.text import Text
 
-from hpcdask.bench import limits, summary
-from hpcdask.bench.cluster import connect, inspect
-from hpcdask.bench.gpus import watched
-from hpcdask.bench.records import describe, tell
+from hpcdask.bench import rates
+from hpcdask.bench.cluster import Cluster, inspect, wait
+from hpcdask.bench.measurement import Measurement, console, rate
 from hpcdask.bench.startup import AHEAD, age
 from hpcdask.bootstrap.environment import interpreter
+from hpcdask.client.connect import connect
 from hpcdask.errors import ClusterError, UsageError, root_cause
+from hpcdask.gpu.monitor import monitor_of
+from hpcdask.gpu.usage import RunUsage
 from hpcdask.logs import say
-from hpcdask.workloads import WorkloadError
+from hpcdask.workloads import Check, Device, WorkloadError, count_tasks
 
-Measurement = Callable[..., dict[str, Any]]
+#: Bytes for each GPU, and the most in all; the same for each thread without GPUs. That is seconds
+#: for each, and the Dask blog's sizes on 8 GPUs, but where the number of Dask tasks or a file
+#: system decides.
+SIZES: dict[str, tuple[float, float, float, float]] = {
+    "array, tuned": (250e9, math.inf, 800e6, math.inf),
+    "array, stock": (250e9, 1e12, 800e6, 32e9),
+    "operation": (8e9, 200e9, 64e6, 32e9),
+    "svd, tuned": (25e9, math.inf, 100e6, math.inf),
+    "svd, stock": (25e9, 50e9, 100e6, 50e9),
+    "svd exact": (1.6e9, 50e9, 200e6, 50e9),
+    "zarr": (1e9, 16e9, 100e6, 16e9),
+}
+# An input that the workers hold leaves room for scratch arrays and the results. Workers without a
+# GPU hold Python too, and Dask pauses them at 0.8 of their memory.
+USABLE_FRACTION: dict[Device, float] = {"cuda": 0.8, "cpu": 0.3}
+#: Processes of Open MPI above a rank, which gives each rank a terminal of its own.
+OPEN_MPI = {"mpirun", "mpiexec", "prterun", "orterun", "prted", "orted"}
+TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
+#: Columns with room in 80 characters.
+HEADS = ("workload", "size", "median", "rate", "limit", "of the limit")
+#: Phases that are shorter would be told as 0.00 s.
+LEAST_S = 0.005
+
+#: Result of a measurement and its checks.
+Finished = tuple[dict[str, Any], list[Check]]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of each timed run, results and number of Dask tasks of the last."""
+
+    seconds: tuple[float, ...]
+    results: Any
+    n_tasks: int
+
+
+def suitable(cluster: Cluster, name: str) -> int:
+    """Return the size in bytes by which a workload takes seconds on a cluster."""
+    of_gpu, most_on_gpus, of_thread, most = SIZES[name]
+    if cluster.device == "cuda":
+        return int(min(of_gpu * sum(cluster.devices.values()), most_on_gpus))
+    return int(min(of_thread * cluster.n_slots, most))
+
+
+def check_room(cluster: Cluster, nbytes: int, advice: str = "", *, copies: int = 1) -> None:
+    """Raise UsageError if the workers cannot hold an array of so many bytes, and its copies."""
+    usable = int(USABLE_FRACTION[cluster.device] * cluster.memory_nbytes) // copies
+    if nbytes > usable:
+        raise UsageError(
+            f"an array of {format_bytes(nbytes)} does not fit {cluster}: --size "
+            f"{usable // 10**6}MB is the most{advice}"
+        )
+
+
+def run(
+    cluster: Cluster,
+    build: Callable[[Any, int], Sequence[Any]],
+    finish: Callable[[Any, Timed], Finished],
+    *,
+    repeats: int,
+    chunks: tuple[tuple[int, ...], ...],
+    x: Any = None,
+    **identity: Any,
+) -> Measurement:
+    """Measure a computation with a known answer on an array of these chunks.
+
+    ``build`` makes the collections of a repeat from ``x``, which the workers hold, and its number.
+    """
+    build(x, 0)  # input errors come before the first line of output
+    draft = Measurement(
+        shape=tuple(map(sum, chunks)),
+        n_chunks=math.prod(map(len, chunks)),
+        largest=tuple(map(max, chunks)),
+        **identity,
+        **cluster.describe(),
+    )
+    say(
+        f"{draft.label}: {format_bytes(draft.nbytes)} {draft.dtype} on {cluster}, "
+        f"{draft.n_chunks} chunks of {draft.largest[0]} x {draft.largest[1]}"
+    )
+    if x is not None:
+        x = x.persist()
+        wait(cluster, x)
+    timed = measure(cluster, lambda index: build(x, index), repeats)
+    result, checks = finish(x, timed)
+    how: dict[str, Any] = {"seconds": timed.seconds, "dask_tasks": timed.n_tasks}
+    return replace(draft, result=result, checks=tuple(checks), **how)
+
+
+def measure(cluster: Cluster, build: Callable[[int], Sequence[Any]], repeats: int) -> Timed:
+    """Time computations of what ``build`` makes of their number, after one that does not count."""
+    seconds: list[float] = []
+    results: Any = None
+    n_tasks = 0
+    for index in range(1 + repeats):
+        results = None
+        collections = build(index)
+        n_tasks = count_tasks(*collections)
+        start = time.perf_counter()
+        results = compute(cluster, collections)
+        seconds.append(time.perf_counter() - start)
+    return Timed(tuple(seconds[1:]), results, n_tasks)
+
+
+def compute(cluster: Cluster, collections: Sequence[Any]) -> Any:
+    """Compute collections, and return their results."""
+    futures = cluster.client.compute(list(collections))
+    wait(cluster, futures)
+    return cluster.client.gather(futures)
+
+
+# --- a run ----------------------------------------------------------------------------------------
 
 
 def execute(
-    measurements: Sequence[Measurement],
+    workloads: Sequence[Callable[[Cluster], Measurement]],
     *,
     scheduler_file: str | None,
     device: str,
@@ -41,24 +166,26 @@ def execute(
     report_file: Path | None,
     leave_out: bool = False,
 ) -> None:
-    """Make the measurements on the cluster, and tell of each when it is made."""
-    if report_file is not None and json_file == report_file:
+    """Measure the workloads on the cluster, and tell of each when it is measured.
+
+    `leave_out` goes on after a workload that cannot be measured there.
+    """
+    if report_file and json_file and report_file.resolve() == json_file.resolve():
         raise UsageError(f"--json and --report are both {report_file}: name two files")
     if scheduler_file is None and dask.config.get("scheduler-address", None) is None:
-        _surround(click.get_current_context().find_root().obj, device)
-    code = 0
+        _surround(device)
+    found: list[Measurement] = []
+    known: dict[str, float] = {}
+    failed = False
     with (
         _as_ours(),
-        connect(scheduler_file) as client,
-        _reported(report_file) as lines,
-        summary.shown(lines),
+        connect(scheduler_file) if scheduler_file else Client() as client,
+        _shown(found, report_file),
     ):
-        cluster = inspect(client, device)
-        rates: dict[str, float] = {}
-        for measurement in measurements:
+        for workload in workloads:
+            cluster = inspect(client, device)
             try:
-                with watched(client) as gpus:
-                    line = measurement(cluster)
+                one = _with_usage(workload, cluster)
             except (UsageError, WorkloadError) as exc:
                 if not leave_out:
                     raise
@@ -69,20 +196,32 @@ def execute(
                 if not leave_out:
                     raise ClusterError(text) from exc
                 say(f"error: {text}")
-                code = 1
+                failed = True
                 continue
-            if gpus:
-                line["gpus"] = gpus
-            lines.append(line)
-            if "work" in line:
-                if not rates:  # bad input is known by now
-                    rates = limits.measure(cluster)
-                    known = {"workload": limits.LIMITS, "rates": rates}
-                    lines.insert(0, {**known, **describe(cluster)})
-                _complete(line, rates)
-            code = max(code, tell(line, json_file, as_json=not summary.is_terminal()))
-    if code:
-        raise SystemExit(code)
+            if one.work:
+                known = known or rates.measure(cluster)  # bad input is known by now
+                one = replace(one, rates=known)
+            found.append(one)
+            _tell(one, json_file)
+            if report_file is not None:  # each time, since the run may be ended at any moment
+                _report(found, report_file)
+    if failed or any(one.failed for one in found):
+        raise SystemExit(1)
+
+
+def _surround(device: str) -> None:
+    """Become the program of the runner, which makes a cluster of this machine or these ranks."""
+    options = [] if device == "auto" else ["--device", device]
+    command = [*interpreter(), "-m", "hpcdask.run", *options, "-m", "hpcdask.bench", *_words()]
+    sys.stdout.flush()
+    os.environ[AHEAD] = repr(age())
+    os.execv(command[0], command)
+
+
+def _words() -> Sequence[str]:
+    """Return the words of the command line after ``hpcdask bench``."""
+    words: Sequence[str] = click.get_current_context().find_root().obj
+    return words
 
 
 @contextlib.contextmanager
@@ -101,50 +240,89 @@ def _as_ours() -> Iterator[None]:
         raise UsageError(f"{type(exc).__name__}: {exc}") from exc
 
 
-@contextlib.contextmanager
-def _reported(path: Path | None) -> Iterator[list[dict[str, Any]]]:
-    """Write the report of the records in this list at the end, also if what fills it fails.
-
-    Or is ended: a queueing system sends SIGTERM some seconds before it kills.
-    """
-    lines: list[dict[str, Any]] = []
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-        yield lines
-    except BaseException:
-        if path is not None and lines:
-            try:
-                _write_report(lines, path)
-            except UsageError as exc:  # the exit code is that of the failure
-                say(f"warning: {exc}")
-        raise
-    finally:
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGTERM, before)
-    if path is not None:
-        _write_report(lines, path)
+def _with_usage(workload: Callable[[Cluster], Measurement], cluster: Cluster) -> Measurement:
+    """Measure a workload, and what the GPUs do meanwhile."""
+    cluster.client.run_on_scheduler(_start_lap)
+    found = workload(cluster)
+    usage = cluster.client.run_on_scheduler(_end_lap)
+    return replace(found, gpus=usage and RunUsage.from_json(usage))
 
 
-def _write_report(lines: list[dict[str, Any]], path: Path) -> None:
+async def _start_lap(dask_scheduler: Any) -> None:
+    if (monitor := monitor_of(dask_scheduler)) is not None:
+        await monitor.start_lap()
+
+
+async def _end_lap(dask_scheduler: Any) -> dict[str, Any] | None:
+    monitor = monitor_of(dask_scheduler)
+    usage = None if monitor is None else await monitor.lap()
+    return None if usage is None else usage.to_json()
+
+
+def _report(found: Sequence[Measurement], path: Path) -> None:
     from hpcdask.bench import report  # Bokeh takes half a second to import
 
-    report.write(lines, path)
-    say(f"report: {path}")
+    text = report.html(found, shlex.join(["hpcdask", "bench", *_words()]))
+    path.write_text(text, encoding="utf-8")
 
 
-def _complete(line: dict[str, Any], rates: dict[str, float]) -> None:
-    """Add the rates of the hardware, and how far from them the workload is."""
-    limit = limits.bound(limits.Work(**line["work"]), rates)
-    line["limit"] = limits.against(limit, line["seconds_median"])
-    line["rates"] = rates
+# --- lines and tables -----------------------------------------------------------------------------
 
 
-def _surround(argv: Sequence[str], device: str) -> None:
-    """Become the program of the runner, which makes a cluster of this machine or these ranks."""
-    options = [] if device == "auto" else ["--device", device]
-    command = [*interpreter(), "-m", "hpcdask.run", *options, "-m", "hpcdask.bench", *argv]
-    sys.stdout.flush()
-    os.environ[AHEAD] = repr(age())
-    os.execv(command[0], command)
+def is_terminal() -> bool:
+    """Return whether standard output is a terminal, or below Open MPI's mpirun whether its is."""
+    if not sys.stdout.isatty():
+        return False
+    above = [process.pid for process in psutil.Process().parents() if process.name() in OPEN_MPI]
+    if not above:
+        return True
+    try:
+        return os.readlink(Path("/proc", str(above[0]), "fd", "1")).startswith(TERMINALS)
+    except OSError:
+        return False  # another user's, or gone
+
+
+def _tell(found: Measurement, json_file: Path | None) -> None:
+    """Print a measurement as JSON unless there is a terminal, and append it to a file."""
+    text = json.dumps(found.to_json())
+    if not is_terminal():
+        click.echo(text)
+    if json_file is not None:
+        with json_file.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+    least, median, greatest = min(found.seconds), found.median, max(found.seconds)
+    if found.workload == "startup":
+        told = [f"{name} {part:.2f} s" for name, part in found.phases.items() if part >= LEAST_S]
+        say(f"{median:.2f} s until the last of {found.workers} workers: {'; '.join(told)}")
+    else:
+        say(
+            f"median {median:.3f} s, min {least:.3f} s, max {greatest:.3f} s of "
+            f"{len(found.seconds)}; {rate(found.gb_per_s)}"
+            + (f", {found.dask_tasks} Dask tasks" if found.dask_tasks else "")
+        )
+    for complaint in found.failed:
+        say(f"check failed: {complaint}")
+
+
+@contextlib.contextmanager
+def _shown(found: Sequence[Measurement], report_file: Path | None) -> Iterator[None]:
+    """Name the report, and print the table on a terminal, at the end, also after a failure."""
+    try:
+        yield
+    finally:
+        if found and report_file:
+            say(f"report: {report_file}")
+        if found and is_terminal():
+            show(found)
+
+
+def show(found: Sequence[Measurement]) -> None:
+    """Print a table with a row for each measurement."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for head in HEADS:
+        table.add_column(head, justify="right" if head in HEADS[1:5] else "left")
+    for one in found:
+        cells = one.cells()
+        last = Text("check failed", style="red") if one.failed else cells[HEADS[-1]]
+        table.add_row(*(cells[head] for head in HEADS[:-1]), last)
+    console().print("", table)

@@ -1,4 +1,4 @@
-"""The report: results of the bench as one page that opens anywhere, without a network.
+"""Report: results of the bench as one page that opens anywhere, without a network.
 
 What Bokeh needs for the charts is in the file. Importing this imports Bokeh, which takes half a
 second.
@@ -6,66 +6,50 @@ second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bokeh.embed import components
+from bokeh.models import ColumnDataSource, PrintfTickFormatter
+from bokeh.palettes import Category20, Cividis256
+from bokeh.plotting import figure
 from bokeh.resources import Resources
-from dask.utils import format_bytes
+from bokeh.transform import log_cmap
+from dask.utils import format_time
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from hpcdask.bench import charts
-from hpcdask.bench.exchange_report import all_reduce_line
-from hpcdask.bench.limits import LIMITS
-from hpcdask.bench.records import complaint, counts, decimal, failed, name_of, reached
-from hpcdask.bench.summary import cells
-from hpcdask.errors import UsageError
+from hpcdask.bench.exchange import all_reduce_line, kinds_of_pairs
+from hpcdask.bench.measurement import RATES, Exchange, Measurement
 from hpcdask.logs import plural, some
 
-Record = Mapping[str, Any]
-
-#: Name of a rate to what it is, and its unit.
-RATES = {
-    "memory": ("memory, read and written", "B/s"),
-    "random": ("random float64 normals", "/s"),
-    "matrix_float64": ("matrix products, float64", "FLOP/s"),
-    "matrix_float32": ("matrix products, float32", "FLOP/s"),
-    "link": ("between workers, each to the next", "B/s"),
-}
 #: Names of the protocols of addresses.
 PROTOCOLS = {"tls": "tcp with TLS", "tcp": "tcp without TLS", "ucx": "ucx between workers"}
 #: Hosts that are named.
 MOST_HOSTS = 4
 #: A workload below this part of its limit is worth a look; so many things to look at are shown.
 WORTH_A_LOOK, MOST = 0.5, 3
+#: Okabe and Ito's colours, which colour-blind people tell apart ("Color universal design", 2008).
+COLOURS = {"tuned": "#0072b2", "stock": "#009e73", "wrong": "#d55e00"}
+OTHER = "#cc79a7"
+#: Pixels of a row, of a line of a legend, and of the axis.
+ROW, LINE, ROOM = 30, 25, 70
+#: Heat maps of more workers have small cells without numbers.
+MAX_NUMBERED = 16
 
 
-def write(records: Sequence[Record], path: str | Path) -> None:
-    """Write the report of records to a file, which is replaced."""
-    text = html(records)
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as exc:
-        raise UsageError(f"{path} cannot be written: {exc.strerror or exc}") from exc
-
-
-def html(records: Sequence[Record]) -> str:
+def html(found: Sequence[Measurement], command: str = "") -> str:
     """Return the report of one run as HTML: one page, which loads nothing from anywhere.
 
-    Records are what the bench writes as JSON; what has no data has no section.
+    What has no data has no section. Without scripts, as in a mail, the tables and texts stay.
     """
-    if not records:
-        raise UsageError("nothing to report: no workload has finished")
-    timed = [record for record in records if record["workload"] != LIMITS]
-    phased = [record for record in timed if record.get("phases")]
-    exchange = next((one["result"] for one in timed if one["workload"] == "exchange"), None)
-    plots = {"times": charts.times(timed)} if timed else {}
-    if phased:
-        plots["phases"] = charts.phases(phased)
-    if exchange is not None:
-        plots["exchange"] = charts.heat_map(exchange)
-    script, places = components(plots) if plots else ("", {})
+    plots = {"times": times(found)}
+    if phased := [one for one in found if one.phases]:
+        plots["phases"] = phases(phased)
+    exchange = next((one.exchange for one in found if one.exchange), None)
+    if exchange:
+        plots["exchange"] = heat_map(exchange)
+    script, places = components(plots)
     environment = Environment(
         loader=PackageLoader("hpcdask.bench"),
         autoescape=True,
@@ -73,85 +57,175 @@ def html(records: Sequence[Record]) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    rates: Mapping[str, float] = next((one["rates"] for one in records if one.get("rates")), {})
+    rates = next((one.rates for one in found if one.rates), {})
+    rows = [one.cells() for one in found]
+    sentence, look_at = _verdict(found)
     return environment.get_template("report.html.j2").render(
         script=Resources(mode="inline", components=["bokeh"]).render() + script,
         places=places,
-        devices=counts(records[0]),
-        facts=_facts(records[0]),
-        failures=[(name_of(one), complaint(check)) for one in timed for check in failed(one)],
-        sentence=_sentence(timed),
-        look_at=_look_at(timed),
-        rates=[{"rate": RATES[name][0], "of all workers": _rate(name, rates)} for name in rates],
-        times=[cells(record) for record in timed],
+        devices=found[0].where,
+        command=command,
+        facts=_facts(found[0]),
+        failures=[(one.label, complaint) for one in found for complaint in one.failed],
+        sentence=sentence,
+        look_at=look_at,
+        rates=[RATES[name][1].format(rates[name]) for name in rates],
+        heads=list(dict.fromkeys(head for one in rows for head, text in one.items() if text)),
+        times=rows,
+        told=" ".join(text for row in rows for text in row.values()),
+        parts=[
+            {"workload": one.label, **{name: format_time(s) for name, s in one.phases.items()}}
+            for one in phased
+        ],
         exchange=exchange,
-        all_reduce=all_reduce_line(exchange or {}),
-        gpus=[_gpus(record) for record in timed if record.get("gpus")],
+        kinds_of_pairs=kinds_of_pairs(exchange) if exchange else "",
+        all_reduce=all_reduce_line(exchange) if exchange else "",
     )
 
 
-def _rate(name: str, rates: Mapping[str, float]) -> str:
-    return decimal(rates[name], RATES[name][1])
-
-
-def _facts(record: Record) -> list[str]:
+def _facts(one: Measurement) -> list[str]:
     """Return lines on workers, hosts and protocols, the date, and versions."""
-    workers = f"{plural(record['workers'], 'worker')}, {plural(record['threads'], 'thread')}"
-    protocols = " and ".join(PROTOCOLS.get(one, one) for one in record["protocols"])
-    versions = record["versions"].items()
+    workers = f"{plural(one.workers, 'worker')}, {plural(one.threads, 'thread')}"
+    protocols = " and ".join(PROTOCOLS.get(name, name) for name in one.protocols)
     return [
-        f"{workers} on {some(record['hosts'], MOST_HOSTS)} over {protocols}",
-        f"measured {record['date'].replace('T', ' ').replace('+00:00', ' UTC')}",
-        ", ".join(f"{name} {version}" for name, version in versions if version),
+        f"{workers} on {some(one.hosts, MOST_HOSTS)} over {protocols}",
+        some(one.processors),
+        f"measured {one.date.replace('T', ' ').replace('+00:00', ' UTC')}",
+        ", ".join(f"{name} {version}" for name, version in one.versions.items() if version),
     ]
 
 
-def _sentence(timed: Sequence[Record]) -> str:
-    """Return how near the workloads come to their limits, or "" without limits."""
-    limited = [record for record in timed if record.get("limit")]
-    if not limited:
-        return ""
-    best = max(limited, key=lambda record: record["limit"]["fraction"])
-    if len(limited) == 1:
-        return f"{name_of(best)} runs at {reached(best)}."
-    near = sum(record["limit"]["fraction"] >= WORTH_A_LOOK for record in limited)
-    return (
-        f"{near} of {len(limited)} workloads {'reaches' if near == 1 else 'reach'} half of what "
-        f"this hardware allows, or more. Nearest is {name_of(best)}, at {reached(best)}."
+def _verdict(found: Sequence[Measurement]) -> tuple[str, list[str]]:
+    """Return how near workloads come to their limits, or "", and what to look at.
+
+    That is slow pairs, problems of GPUs, workloads far from their limits. Plain forms, which are
+    there for comparison, count only if there are no others.
+    """
+    limited = [(one, one.limit) for one in found if one.limit]
+    judged = [(one, limit) for one, limit in limited if one.form != "stock"] or limited
+    judged.sort(key=lambda pair: pair[1].fraction)
+    told = [f"{one.label} runs at {limit}" for one, limit in judged]
+    near = sum(limit.fraction >= WORTH_A_LOOK for _, limit in judged)
+    sentence = f"{told[0]}." if told else ""
+    if len(judged) > 1:
+        sentence = (
+            f"{near} of {len(judged)} workloads {'reaches' if near == 1 else 'reach'} half of what "
+            f"this hardware allows, or more. Nearest is {judged[-1][0].label}, at {judged[-1][1]}."
+        )
+    slow = [text for one in found if one.exchange for text in one.exchange.slow]
+    problems = [f"{one.label}: {text}" for one in found if one.gpus for text in one.gpus.problems]
+    far = told[: min(len(judged) - near, len(judged) - 1)] if told else []
+    return sentence, [*slow, *problems, *far][:MOST]
+
+
+# --- charts ---------------------------------------------------------------------------------------
+
+
+def times(found: Sequence[Measurement]) -> Any:
+    """Draw the median, least and greatest time of each measurement, and its limit."""
+    plot = _rows_figure((one.label for one in found), x_axis_type="log")
+    rows = [
+        {
+            "name": one.label,
+            "least": min(one.seconds),
+            "greatest": max(one.seconds),
+            "median": one.median,
+            "time": format_time(one.median),
+            "limit": one.limit.seconds if one.limit else math.nan,
+            "reached": str(one.limit or ""),
+            "kind": "wrong" if one.failed else one.form or one.workload,
+        }
+        for one in found
+    ]
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        source = _source([row for row in rows if row["kind"] == kind])
+        how: dict[str, Any] = {"source": source, "color": COLOURS.get(str(kind), OTHER)}
+        plot.segment("least", "name", "greatest", "name", line_width=4, **how)
+        plot.scatter("median", "name", size=12, legend_label=f"{kind}: median, range", **how)
+    if any(one.limit for one in found):
+        how = {"marker": "dash", "angle": math.pi / 2, "size": 20, "line_width": 3}
+        how |= {"color": "#222222", "legend_label": "limit of the hardware"}
+        plot.scatter("limit", "name", source=_source(rows), **how)
+    # Bokeh's own ticks are those of a linear axis where a logarithmic one is short.
+    plot.xaxis.ticker = [digit * 10.0**power for power in range(-6, 6) for digit in (1, 2, 5)]
+    plot.xaxis.formatter = PrintfTickFormatter(format="%g")
+    return _finish(plot, len(rows), [("", "@name"), ("median", "@time"), ("", "@reached")])
+
+
+def phases(found: Sequence[Measurement]) -> Any:
+    """Draw the phases of each measurement, one behind the other, as parts of a bar."""
+    plot = _rows_figure(one.label for one in found)
+    names = list(dict.fromkeys(name for one in found for name in one.phases))
+    rows = [{"label": one.label, **dict.fromkeys(names, 0), **one.phases} for one in found]
+    how: dict[str, Any] = {"color": Category20[20][: len(names)], "legend_label": names}
+    plot.hbar_stack(names, y="label", height=0.6, source=_source(rows), **how)
+    return _finish(plot, len(rows), [("", "$name"), ("seconds", "@$name{0.000}")])
+
+
+def heat_map(found: Exchange) -> Any:
+    """Draw the rates between all pairs of workers as a heat map."""
+    names, rates = list(found.names), found.rates()
+    numbered = len(names) <= MAX_NUMBERED
+    cell = 48 if numbered else 14
+    low, high = min(rates.values()), max(rates.values())
+    rows = [
+        {
+            "sends": names[pair.sender],
+            "receives": names[pair.receiver],
+            "rate": (rate := rates[pair.sender, pair.receiver]),
+            "text": f"{rate:.3g}" if numbered else "",
+            "over": pair.over,
+            "ink": "white" if rate < math.sqrt(low * high) else "black",
+        }
+        for pair in found.pairs
+    ]
+    plot = _figure(
+        x_range=names,
+        y_range=names[::-1],
+        x_axis_location="above",
+        x_axis_label="receives",
+        y_axis_label="sends",
+        width=max(240, cell * len(names)) + 200,
+        height=max(160, cell * len(names)) + 100,
     )
+    source = _source(rows)
+    # Between nodes, a slow pair would not be seen on a linear scale.
+    colour = log_cmap("rate", Cividis256, low, high)
+    cells = plot.rect("receives", "sends", 1, 1, source=source, color=colour)
+    how: dict[str, Any] = {"text_align": "center", "text_baseline": "middle"}
+    plot.text("receives", "sends", "text", source=source, text_color="ink", **how)
+    plot.add_layout(cells.construct_color_bar(title="GB/s"), "right")
+    plot.xaxis.major_label_orientation = math.pi / 4
+    plot.hover.renderers = [cells]
+    plot.hover.tooltips = [("", "@sends to @receives"), ("GB/s", "@rate"), ("over", "@over")]
+    return plot
 
 
-def _look_at(timed: Sequence[Record]) -> list[str]:
-    """Return what to look at: slow pairs, problems of GPUs, workloads far from their limits."""
-    slow = [found["text"] for one in timed for found in one["result"].get("slow", ())]
-    problems = [
-        f"{name_of(one)}: {problem}"
-        for one in timed
-        for problem in one.get("gpus", {}).get("problems", ())
-    ]
-    far = [
-        one
-        for one in timed
-        if one.get("limit") and one["limit"]["fraction"] < WORTH_A_LOOK and not failed(one)
-    ]
-    far.sort(key=lambda one: one["limit"]["fraction"])
-    return [*slow, *problems, *(f"{name_of(one)} runs at {reached(one)}" for one in far)][:MOST]
+def _rows_figure(labels: Iterable[str], **how: Any) -> Any:
+    """Make an empty figure with a row for each label, the first at the top."""
+    rows = list(dict.fromkeys(labels))[::-1]
+    plot = _figure(y_range=rows, x_axis_label="seconds", **how)
+    plot.sizing_mode, plot.min_width = "stretch_width", 320
+    plot.ygrid.grid_line_color = None
+    return plot
 
 
-def _gpus(record: Record) -> dict[str, str]:
-    """Return a row of what the GPUs did during a workload."""
-    usage = record["gpus"]
+def _finish(plot: Any, n_rows: int, tooltips: list[tuple[str, str]]) -> Any:
+    """Move the legend below the rows, as small screens want it, and make room for both."""
+    legend = plot.legend[0]
+    plot.add_layout(legend, "below")
+    legend.border_line_color = None
+    plot.height = ROOM + ROW * n_rows + LINE * len(legend.items)
+    plot.hover.tooltips = tooltips
+    return plot
 
-    def known(name: str, write: str = "{:.3g}") -> str:
-        return "unknown" if usage[name] is None else write.format(usage[name])
 
-    peak, nvlink = usage["peak_memory"], usage["nvlink_bytes"]
-    return {
-        "workload": name_of(record),
-        "GPU hours": known("gpu_hours"),
-        "mean utilisation": known("utilisation", "{:.0f} %"),
-        "peak memory": "unknown" if peak is None else format_bytes(peak),
-        "energy, kWh": known("energy_kwh"),
-        "over NVLink": "" if nvlink is None else format_bytes(int(nvlink)),
-        "problems": "; ".join(usage["problems"]),
-    }
+def _figure(**how: Any) -> Any:
+    plot = figure(tools="hover,save", toolbar_location="right", **how)
+    plot.toolbar.logo = None
+    plot.outline_line_color = None
+    return plot
+
+
+def _source(rows: Sequence[Mapping[str, object]]) -> ColumnDataSource:
+    return ColumnDataSource({name: [row[name] for row in rows] for name in rows[0]})

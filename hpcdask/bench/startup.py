@@ -7,10 +7,9 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from hpcdask.bench.cluster import Cluster
-from hpcdask.bench.records import describe
+from hpcdask.bench.measurement import Measurement
 from hpcdask.process import STARTED, marks, process_start
 from hpcdask.workloads import Check, WorkloadError
 
@@ -34,55 +33,44 @@ PHASES = {
     "transport started": "UCX, packages to send with",
     "warm": "first transfers",
 }
+#: Events without which a worker was not started by hpcdask.
+NEEDED = {"worker forked", "registered", "warm"}
 
 Marks = Sequence[tuple[float, str]]
 
 
-def run_startup(cluster: Cluster) -> dict[str, Any]:
+def run_startup(cluster: Cluster) -> Measurement:
     """Measure the start of a cluster, after the fact, of workers that hpcdask started.
 
-    ``seconds`` is from the start of the launcher's process, or else of the rank, to the
-    registration of the slowest worker; ``phases`` are medians over the workers.
+    The seconds are from the start of the launcher's process, or else of the rank, to the
+    registration of the slowest worker; the phases are medians over the workers.
     """
-    found = cluster.client.run(_marks)
-    if strange := [worker for worker, marks in found.items() if not _has_started(marks)]:
+    # the latest of each event counts
+    found = {
+        worker: {event: seconds for seconds, event in told}
+        for worker, told in cluster.client.run(_marks).items()
+    }
+    if strange := [worker for worker, times in found.items() if not times.keys() >= NEEDED]:
         raise WorkloadError(
             f"{len(strange)} workers do not know when they were launched, {strange[0]} among them: "
             f"start-up is measured of workers that hpcdask started"
         )
-    parts = {worker: phases(marks) for worker, marks in found.items()}
-    names = [name for name in PHASES.values() if any(name in part for part in parts.values())]
-    values = {name: [part[name] for part in parts.values() if name in part] for name in names}
-    ready = [_when(marks, "registered") for marks in found.values()]
-    check = Check("workers that registered", len(ready), sum(cluster.devices.values()), 0)
-    return {
-        "workload": "startup",
-        "form": "hpcdask",
-        "seconds": [max(ready)],
-        "seconds_median": max(ready),
-        "seconds_min": min(ready),
-        "seconds_max": max(ready),
-        "phases": [
-            {
-                "name": name,
-                "seconds": statistics.median(seconds),
-                "spread": [min(seconds), max(seconds)],
-            }
-            for name, seconds in values.items()
-        ],
-        "result": {"warm": max(_when(marks, "warm") for marks in found.values())},
-        "checks": [check.as_dict()],
-        **describe(cluster),
-    }
-
-
-def phases(marks: Marks) -> dict[str, float]:
-    """Seconds of each phase of one worker, in their order; of the later life, if it had several."""
-    times = {event: seconds for seconds, event in marks if event in PHASES}
-    before, found = 0.0, {}
-    for event in sorted(times, key=times.__getitem__):
-        found[PHASES[event]], before = times[event] - before, times[event]
-    return found
+    parts: dict[str, list[float]] = {phase: [] for phase in PHASES.values()}
+    for times in found.values():
+        before = 0.0
+        for event in sorted(times.keys() & PHASES.keys(), key=times.__getitem__):
+            parts[PHASES[event]].append(times[event] - before)
+            before = times[event]
+    ready = [times["registered"] for times in found.values()]
+    warm = max(times["warm"] for times in found.values())
+    return Measurement(
+        workload="startup",
+        seconds=(max(ready),),
+        phases={phase: statistics.median(each) for phase, each in parts.items() if each},
+        result={"first_ready": min(ready), "warm": warm},
+        checks=(Check("workers that registered", len(ready), len(cluster.workers), 0),),
+        **cluster.describe(),
+    )
 
 
 def _marks() -> Marks:
@@ -98,12 +86,12 @@ def _marks() -> Marks:
 
 
 def age() -> float:
-    """Seconds since this process began."""
+    """Return the seconds since this process began."""
     return time.time() - _began(os.getpid())
 
 
 def _began(pid: int) -> float:
-    """When a process began, as `time.time` counts; infinity if it is gone.
+    """Return when a process began, as `time.time` counts; infinity if it is gone.
 
     psutil's `create_time` counts from a boot that Linux tells in whole seconds only.
     """
@@ -111,11 +99,3 @@ def _began(pid: int) -> float:
         return math.inf
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
     return time.time() - age
-
-
-def _has_started(marks: Marks) -> bool:
-    return {"worker forked", "registered", "warm"} <= {event for _, event in marks}
-
-
-def _when(marks: Marks, event: str) -> float:
-    return {name: seconds for seconds, name in marks}[event]

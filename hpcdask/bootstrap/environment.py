@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shlex
 import signal
 import stat
 import sys
@@ -29,6 +31,7 @@ OF_A_RANK = re.compile(
 )
 #: Set for the fork server only, whose preload removes it again.
 SAFE_PATH = "PYTHONSAFEPATH"
+PATH = "PYTHONPATH"
 
 
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
@@ -37,11 +40,7 @@ def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def for_workers(environ: Mapping[str, str], marker: str) -> dict[str, str]:
-    """Return the environment of the fork server, whose forks are scheduler, agent and workers.
-
-    Variables that the user set stay, except a hash seed of 0 or ``random``, which distributed
-    replaces too.
-    """
+    """Return the environment of the fork server; variables that the user set stay."""
     chosen = without_rank(environ)
     if chosen.get("PYTHONHASHSEED") in ("0", "random"):
         del chosen["PYTHONHASHSEED"]
@@ -53,21 +52,13 @@ def for_workers(environ: Mapping[str, str], marker: str) -> dict[str, str]:
     return {**PRE_SPAWN, **chosen, **ours}
 
 
-def new_marker() -> str:
-    """Return a random marker that ends in this process's id."""
-    return f"{os.urandom(12).hex()}.{os.getpid()}"
-
-
 def own_process() -> int:
     """Return the id of the process that the launcher started, of which this one is a descendant."""
     return int(os.environ[MARKER].rpartition(".")[2])
 
 
 def interpreter() -> list[str]:
-    """Return this Python as a command that imports nothing from the current folder by itself.
-
-    Another user may have put modules into that folder, such as /tmp.
-    """
+    """Return this Python as a command that imports nothing from the current folder (/tmp)."""
     found = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     only_there = found not in sys.path[1:] and os.path.samefile(found, ".")  # not installed
     return [sys.executable] if only_there else [sys.executable, "-P"]
@@ -78,43 +69,36 @@ def wants_folders() -> bool:
     return not (os.environ.get(SAFE_PATH) or sys.flags.isolated)
 
 
-def leave_working_folder() -> None:
-    """Import nothing more from the current folder, which ``python -m`` puts first.
-
-    Another user may have put modules there, as in /tmp.
-    """
-    if not sys.flags.safe_path and len(interpreter()) > 1 and sys.path[0] in ("", os.getcwd()):
-        del sys.path[0]
-
-
-def add_working_folder() -> None:
-    """Append the current folder to the module path, unless any user may write in it."""
-    if not wants_folders():
-        return
-    try:
-        folder = os.getcwd()
-        if folder not in sys.path and not os.stat(folder).st_mode & stat.S_IWOTH:
-            sys.path.append(folder)
-    except OSError:  # it is gone
-        pass
+def add_working_folder() -> str:
+    """Append the current folder to the module path; return `open_folder_warning`."""
+    warning = ""
+    with contextlib.suppress(OSError):  # the folder is gone
+        warning = open_folder_warning()
+        if wants_folders() and not warning and os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+    return warning
 
 
-def open_standard_streams() -> None:
-    """Open the standard streams that a daemon closed: pipes would take their numbers."""
-    for stream in range(3):
-        try:
-            lost = not os.get_inheritable(stream)  # a file that libffi keeps open has its number
-        except OSError:
-            lost = True
-        if lost:
-            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
-            os.set_inheritable(stream, True)
+def open_folder_warning() -> str:
+    """Return a warning if workers import nothing from the current folder, since all may write."""
+    folder = os.getcwd()
+    mode = os.stat(folder).st_mode
+    named = folder in os.environ.get(PATH, "").split(":")
+    if named or not wants_folders() or not mode & stat.S_IWOTH:
+        return ""
+    return (
+        f"warning: workers import no modules from {folder}, where every user may put some (mode "
+        f"{stat.S_IMODE(mode):o}): chmod o-w {shlex.quote(folder)}, or name it in {PATH}"
+    )
 
 
 def start_process() -> None:
-    """Prepare the process that a launcher or a queue started, before heavy imports."""
-    leave_working_folder()
-    open_standard_streams()
+    """Prepare the process that a launcher or a queue started, before heavy imports.
+
+    It imports nothing from the current folder: another user may have put modules there (/tmp).
+    """
+    if not sys.flags.safe_path and len(interpreter()) > 1 and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a daemon may ignore its children
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback until there are handlers

@@ -10,11 +10,7 @@ from .ranks import mpi_launcher
 
 
 def launcher_cores() -> set[int]:
-    """Cores of this process, and of the mpirun that pinned it to one of them.
-
-    An ``mpirun`` on this node runs with all cores that the job owns and pins its ranks.
-    slurmstepd is no measure: it is the system's, and may use every core.
-    """
+    """Return the cores of this process and of the mpirun that pinned it to one of them."""
     cores = set(os.sched_getaffinity(0))
     if launcher := mpi_launcher():
         with contextlib.suppress(OSError):
@@ -47,7 +43,7 @@ def cpu_quota(root: str = "/") -> int | None:
 
 
 def _numbers(folder: str, *names: str) -> list[int]:
-    """The numbers in some files; ValueError where one says that there is no limit."""
+    """Return the numbers in files; raise ValueError where one says that there is no limit."""
     text = ""
     for name in names:
         with open(f"{folder}/{name}") as file:
@@ -56,7 +52,7 @@ def _numbers(folder: str, *names: str) -> list[int]:
 
 
 def _cgroups(controller: str, root: str) -> Iterator[tuple[str, bool]]:
-    """Folders of this process's group and those above it, and whether they are of version 2."""
+    """Yield folders of this process's groups, upwards, and whether they are of version 2."""
     try:
         with open(f"{root}proc/self/cgroup") as file:
             groups = [line.rstrip("\n").split(":", 2) for line in file]
@@ -74,11 +70,7 @@ def _cgroups(controller: str, root: str) -> Iterator[tuple[str, bool]]:
 
 
 def job_memory(environ: Mapping[str, str] | None = None, root: str = "/") -> int:
-    """Bytes of host memory that this job may use on this node.
-
-    The least of the cgroup limits from this process's group upwards, of what SLURM
-    granted on this node, and of the host's memory.
-    """
+    """Return the bytes that cgroups, SLURM and the host allow this job here: the least of them."""
     import resource
 
     import psutil

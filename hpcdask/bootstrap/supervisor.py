@@ -1,15 +1,10 @@
-"""The rank's own process, which the launcher started: thin, so that it starts at once.
-
-It owns the fork server, the program and the signals. Its agent, a process of the fork server that
-has imported distributed by then, makes all decisions; the two exchange lines of JSON.
-"""
+"""A rank's own process: it has the fork server, the program and the signals; its agent decides."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -17,52 +12,37 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver, get_context, resource_tracker, set_forkserver_preload
+from multiprocessing import forkserver, get_context, set_forkserver_preload
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
+from hpcdask import process
 from hpcdask.errors import UsageError
 from hpcdask.logs import complain
-from hpcdask.process import (
-    ENDING,
-    MARKER,
-    PASSED_ON,
-    SAME_SIGNAL_S,
-    SIGNALS,
-    leave,
-    owner_text,
-    process_start,
-    process_status,
-    signal_name,
-)
 from hpcdask.security import private
 
 from . import orders, ranks
-from .environment import SAFE_PATH, for_workers, interpreter, new_marker, without_rank
+from .environment import SAFE_PATH, for_workers, interpreter, without_rank
 from .janitor import Janitor
 from .orders import MessageStream
 
-#: Seconds that the resource tracker gets to end.
-TRACKER_S = 1.0
 PRELOAD = "hpcdask.node.preload"
 #: Characters that the temporary folder may have.
 SHORT_PATH = 40
 #: File descriptors in one message.
 MAX_FDS = 253
 CONTEXT = get_context("forkserver")
-Agent = Callable[..., None]
+#: Called in the agent, with what it does. By name: only the fork server has imported distributed.
+AGENT = "hpcdask.node.host_agent:run_agent"
 
 
 class Supervisor:
-    """A rank or a job's process on a node, with its janitor and its fork server.
-
-    ``program`` is the command of the user's program, if it has one. With ``interrupts`` SIGINT is
-    for a program that started this process itself, which may get several.
-    """
+    """A rank's or a job's own process, with its janitor, its fork server and its program."""
 
     def __init__(
         self, variables: Mapping[str, str], program: Sequence[str] = (), *, interrupts: bool = False
     ) -> None:
-        marker = new_marker()
+        marker = f"{os.urandom(12).hex()}.{os.getpid()}"
         self._environ = without_rank(os.environ)
         self._command = program
         self._repeated = {signal.SIGINT} if interrupts else set()
@@ -70,33 +50,22 @@ class Supervisor:
         self._launcher = ranks.mpi_launcher()
         self._marker = marker
         # A launcher or a queue signals all of a job's processes, also before they have handlers
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        self.janitor = Janitor.start(marker)
-        self._folder = self._make_folder()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)
+        self.janitor = Janitor(marker)
+        # of the fork server's socket, whose path has 107 characters at most
+        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= SHORT_PATH else "/tmp"
+        announce = self.janitor.remove_at_end
+        self._folder = private.make_owned_folder(base, process.owner_text(), announce)
         _start_fork_server({**for_workers(os.environ, marker), **variables}, self._folder)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _make_folder(self) -> str:
-        """Make the folder of the fork server's socket, whose path has 107 characters at most."""
-        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= SHORT_PATH else "/tmp"
-        folder = os.path.join(base, f"hpcdask-{os.getuid()}-{secrets.token_hex(8)}")
-        self.janitor.remove_at_end(folder)
-        os.mkdir(folder, 0o700)
-        with open(os.path.join(folder, private.OWNER), "w") as file:
-            file.write(owner_text())
-        return folder
-
-    def run(self, agent: Agent, *args: Any, abort: Callable[[int], None] = leave) -> NoReturn:
-        """Start the agent with these arguments, serve it, and end this process as it ends.
-
-        ``abort`` ends the whole launch with an exit code.
-        """
+    def run(self, work: str, *args: Any, abort: Callable[[int], None] | None = None) -> NoReturn:
+        """Start the agent, which does `work`, and end as it ends; `abort` ends the whole launch."""
         self._abort, self._aborts = abort, False
         line, theirs = socket.socketpair()
         self._forks, agents_forks = socket.socketpair()
-        self._agent = CONTEXT.Process(
-            target=_run_agent, args=(agent, theirs, agents_forks, *args), name="agent"
-        )
+        given = theirs, agents_forks, work, *args
+        self._agent = CONTEXT.Process(target=_run_agent, args=given, name="agent")
         try:
             self._agent.start()
         except (OSError, EOFError):
@@ -107,13 +76,11 @@ class Supervisor:
         raise AssertionError("it leaves by itself")
 
     async def _serve(self, line: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        line.setblocking(False)
         self._line = await MessageStream.over(line)
-        loop.add_reader(self._forks, self._fork)
+        asyncio.get_running_loop().add_reader(self._forks, self._fork)
         self._handle_signals()
-        while (message := await self._line.receive()) is not None:
-            match orders.read(message):
+        async for message in self._line:
+            match message:
                 case orders.StartProgram(variables):
                     program = asyncio.create_task(self._run_program(variables))
                     program.add_done_callback(lambda task: task.result())
@@ -121,17 +88,17 @@ class Supervisor:
                     self._signal_program(number)
                 case orders.AbortLaunch():
                     self._aborts = True
-                case orders.Clean(path, "later"):
+                case orders.Clean(path):
                     self.janitor.remove_at_end(path)
-                case orders.Clean(path, "now"):
-                    self.janitor.remove_at_once(path)
-                case orders.Clean(path, "never"):
-                    self.janitor.forget(path)
         await asyncio.to_thread(self._agent.join)
-        self._end()
-
-    def _tell(self, message: orders.Message) -> None:
-        self._line.send(**message.to_json())
+        code = self._agent.exitcode or 0
+        if code < 0:
+            complain(
+                f"the process that manages the workers of {socket.gethostname()} was killed by "
+                f"{process.signal_name(-code)}. Did the node run out of memory?"
+            )
+            code = 1
+        self._leave(code)
 
     def _fork(self) -> None:
         """Start a process for the agent: only who started the fork server may ask it."""
@@ -155,12 +122,12 @@ class Supervisor:
         group = None if os.isatty(0) else 0
         self._program = subprocess.Popen(  # noqa: ASYNC220 (its wait is in a thread)
             self._command,
-            env={**self._environ, **variables, MARKER: self._marker},
+            env={**self._environ, **variables, process.MARKER: self._marker},
             process_group=group,
         )
-        self._tell(orders.ProgramStarted(self._program.pid))
+        self._line.send(orders.ProgramStarted(self._program.pid))
         code = await asyncio.to_thread(self._program.wait)
-        self._tell(orders.ProgramEnded(code if code >= 0 else 128 - code))
+        self._line.send(orders.ProgramEnded(code if code >= 0 else 128 - code))
 
     def _signal_program(self, number: int) -> None:
         from_terminal = number == signal.SIGINT and os.isatty(0)
@@ -176,17 +143,17 @@ class Supervisor:
 
         def handle(number: int) -> None:
             if number in self._repeated:
-                self._tell(orders.Signal(number))
+                self._line.send(orders.Signal(number))
             elif not first:
                 first.append(time.monotonic())
-                self._tell(orders.Signal(number))
-            elif time.monotonic() - first[0] > SAME_SIGNAL_S:
+                self._line.send(orders.Signal(number))
+            elif time.monotonic() - first[0] > process.SAME_SIGNAL_S:
                 self._leave(128 + number)
 
-        for number in ENDING:
+        for number in process.ENDING:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's `&`
                 loop.add_signal_handler(number, handle, number)
-        for number in PASSED_ON:
+        for number in process.PASSED_ON:
             loop.add_signal_handler(number, self._signal_program, number)
         if self._launcher is not None:
             self._watch_launcher(*self._launcher, lambda: handle(signal.SIGTERM))
@@ -207,41 +174,26 @@ class Supervisor:
             lost()
 
         loop.add_reader(fd, notice)
-        if process_start(pid) != start:
+        if process.process_start(pid) != start:
             loop.call_soon(notice)
-
-    def _end(self) -> None:
-        """End this process: its agent has ended."""
-        code = self._agent.exitcode or 0
-        if code < 0:
-            complain(
-                f"the process that manages the workers of {socket.gethostname()} was killed by "
-                f"{signal_name(-code)}. Did the node run out of memory?"
-            )
-            code = 1
-        self._leave(code)
 
     def _leave(self, code: int) -> NoReturn:
         if self._program is not None:
             with contextlib.suppress(OSError):
                 self._program.kill()
-        _end_fork_server(besides=self.janitor.pid)
-        private.remove(self._folder, owner_text())
-        if self._aborts:  # SLURM ends the janitor, too
+        private.remove(self._folder, process.owner_text())
+        if self._aborts and self._abort:  # SLURM ends the janitor, too
             self._abort(code)
-        leave(code)
+        process.leave(code)
 
 
 def _start_fork_server(environ: Mapping[str, str], folder: str) -> None:
-    """Start multiprocessing's fork server with this environment, while the caller goes on."""
-    tempfile.tempdir = folder
+    safe = {SAFE_PATH: "1"} if len(interpreter()) > 1 else {}  # the preload takes it back
+    known, tempfile.tempdir = dict(os.environ), folder
     set_forkserver_preload([PRELOAD])
-    known = dict(os.environ)
     try:
         os.environ.clear()
-        os.environ.update(environ)
-        if len(interpreter()) > 1:
-            os.environ[SAFE_PATH] = "1"  # the preload takes it back
+        os.environ.update({**environ, **safe})
         forkserver.ensure_running()
     finally:
         os.environ.clear()
@@ -249,45 +201,17 @@ def _start_fork_server(environ: Mapping[str, str], folder: str) -> None:
         tempfile.tempdir = None
 
 
-def _end_fork_server(besides: int) -> None:
-    """End the fork server and its resource tracker: the launcher waits for who holds the output."""
-    children = [
-        int(name)
-        for name in os.listdir("/proc")
-        if name.isdigit() and process_status(int(name))[2:3] == [str(os.getpid())]
-    ]
-    if (fd := resource_tracker.getfd()) is not None:  # it ends when nobody may tell it more
-        os.close(fd)
-    for pid in set(children) - {besides}:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-            if b"resource_tracker" not in file.read():
-                os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + TRACKER_S
-    while set(children) - {besides} and time.monotonic() < deadline:
-        children = [pid for pid in children if pid != besides and not _is_reaped(pid)]
-        time.sleep(0.005)
-
-
-def _is_reaped(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True
-
-
 def _end_of_fork_server() -> int:
     """Return the exit code of the fork server, which has ended, and say it if nobody has."""
     code = os.waitstatus_to_exitcode(os.waitpid(-1, 0)[1])
     if code != UsageError.exit_code:
-        complain(
-            f"the process from which workers start ended on {socket.gethostname()} "
-            f"({signal_name(-code) if code < 0 else f'exit code {code}'}). Did the node run out of "
-            f"memory?"
-        )
+        how = process.signal_name(-code) if code < 0 else f"exit code {code}"
+        where = f"the process from which workers start ended on {socket.gethostname()}"
+        complain(f"{where} ({how}). Did the node run out of memory?")
     return code if code > 0 else 1
 
 
-def _run_agent(agent: Agent, line: socket.socket, forks: socket.socket, *args: Any) -> None:
+def _run_agent(line: socket.socket, forks: socket.socket, work: str, *args: Any) -> None:
     """Be the agent: processes that it starts come from the same fork server."""
     lock = threading.Lock()
 
@@ -300,4 +224,4 @@ def _run_agent(agent: Agent, line: socket.socket, forks: socket.socket, *args: A
         return answer[0], answer[1]
 
     vars(forkserver)["connect_to_new_process"] = connect_to_new_process
-    agent(line, *args)
+    resolve_name(AGENT)(line, resolve_name(work), *args)

@@ -24,29 +24,22 @@ if TYPE_CHECKING:
 
 #: The scheduler file of the run of which this process is the program.
 _own_file = ""
+_LOADER = f"{__name__}.load_security"
 _VARIABLES = (VARIABLE, "DASK_SCHEDULER_ADDRESS", "DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER")
 
 
 def configure_client(address: str, file: str, *, on_gpus: bool = False) -> None:
-    """Make ``Client()`` with no argument connect to this cluster, in this process and its children.
-
-    `file` is the scheduler file with the key folder; `on_gpus`, whether its workers have GPUs.
-    """
+    """Make ``Client()`` connect to this cluster, in this process and its children."""
     if on_gpus:
         suit_devices()
-    loader = f"{__name__}.load_security"
-    os.environ.update(dict(zip(_VARIABLES, (file, address, loader), strict=True)))
-    found = {"scheduler-address": address, "distributed.client.security-loader": loader}
+    os.environ.update(program_variables(address, file, on_gpus=False))
+    found = {"scheduler-address": address, "distributed.client.security-loader": _LOADER}
     dask.config.set({**found, **prompt_clients()})
 
 
 def program_variables(address: str, file: str, *, on_gpus: bool) -> dict[str, str]:
-    """Return the variables with which ``Client()`` in a program connects to this cluster.
-
-    `file` is the scheduler file with the key folder; with workers `on_gpus`, Dask's defaults suit
-    them.
-    """
-    found = dict(zip(_VARIABLES, (file, address, f"{__name__}.load_security"), strict=True))
+    """Return the variables with which ``Client()`` in a program connects to this cluster."""
+    found = dict(zip(_VARIABLES, (file, address, _LOADER), strict=True))
     return found | (for_devices() if on_gpus else {})
 
 
@@ -83,11 +76,11 @@ def connect(
     """
     from distributed import Client
 
+    options |= {"timeout": timeout, "asynchronous": asynchronous}
+
     def make(address: str, access: Security) -> Client:
         with dask.config.set(prompt_clients()):
-            return Client(
-                address, security=access, timeout=timeout, asynchronous=asynchronous, **options
-            )
+            return Client(address, security=access, **options)
 
     async def make_in_loop() -> Client:
         client: Client = await make(*await asyncio.to_thread(_reach, path))
@@ -103,9 +96,8 @@ def _reach(path: str | None) -> tuple[str, Security]:
     path = os.path.expanduser(path or os.environ.get(VARIABLE, ""))
     if not path:
         raise SchedulerFileError(f"no scheduler file: give its path, or set {VARIABLE}")
-    _wait_until_ready(path)
-    content = read(path)
-    own = content.get("hpcdask") or {}
+    content = _read_ready(path)
+    own = content["hpcdask"]
     access = to_security(load_credentials(own["keys"]) if own.get("keys") else None)
     if own.get("gpus"):
         suit_devices()
@@ -133,48 +125,35 @@ def load_security(info: Mapping[str, str]) -> Security | None:
 
     The runner configures it for the user's program. Elsewhere, set ``scheduler-address`` and
     ``distributed.client.security-loader: hpcdask.client.connect.load_security`` in Dask's
-    configuration and ``HPCDASK_SCHEDULER_FILE`` in the environment.
-
-    Parameters
-    ----------
-    info
-        From distributed: the address that a client is about to connect to.
-
-    Returns
-    -------
-    distributed.Security or None
-        None when the address is not that of the file's cluster.
+    configuration and ``HPCDASK_SCHEDULER_FILE`` in the environment. None if the address in `info`
+    is not that of the file's cluster.
     """
     path = os.environ.get(VARIABLE) or _own_file
     if not path:
         return None
     content = read(path)
-    own = content.get("hpcdask") or {}
     if content["address"] != info.get("address"):
         return None
     if all(name in os.environ for name in _VARIABLES):
-        _adopt(path, own.get("job"))
-    _wait_until_ready(path)
-    return to_security(load_credentials(own["keys"])) if own.get("keys") else None
+        _adopt(path, content["hpcdask"].get("job"))
+    keys = _read_ready(path)["hpcdask"].get("keys")
+    return to_security(load_credentials(keys) if keys else None)
 
 
-def _wait_until_ready(path: str) -> None:
-    """Wait for the workers of a run that is coming up. Raises SchedulerFileError if it ends."""
-    deadline = None
-    while (own := read(path).get("hpcdask") or {}).get("ready", True) is False:
-        deadline = deadline or time.monotonic() + own["timeout"]
-        if time.monotonic() > deadline:
+def _read_ready(path: str) -> dict[str, Any]:
+    """Read a scheduler file once its workers are up; raise SchedulerFileError if they are late."""
+    started = time.monotonic()
+    while (content := read(path))["hpcdask"].get("ready") is False:
+        if time.monotonic() > started + content["hpcdask"]["timeout"]:
             raise SchedulerFileError(
                 f"the workers of {path} did not come up: see what the run says"
             )
         time.sleep(0.02)
+    return content
 
 
 def _adopt(path: str, job: str | None) -> None:
-    """Keep the cluster for this process alone: jobs that it submits would inherit the variables.
-
-    Raises SchedulerFileError in a job that has inherited them all the same.
-    """
+    """Keep the cluster for this process; raise SchedulerFileError in a job that inherited it."""
     global _own_file
     if job != job_id():
         raise SchedulerFileError(

@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask.config
 
 from hpcdask.upstream import distributed
 
+#: Dask's key of the preloads of clients, and ours.
+PRELOADS, PRELOAD = "distributed.client.preload", "hpcdask.client.preload"
 ON_DEVICE = {"array.chunk-size": "512MiB", "array.rechunk.method": "tasks"}
 
 _users = 0
@@ -26,25 +28,17 @@ _suited: set[str] = set()
 
 def suit_devices() -> None:
     """Set defaults that suit GPUs, unless the user has configured others."""
-    theirs = dask.config.collect()
-    for name, value in ON_DEVICE.items():
-        is_theirs = dask.config.get(name, None, config=theirs) is not None
-        if not is_theirs and dask.config.get(name, None) == _of_dask(name):
+    for name, value in _unless_configured().items():
+        if dask.config.get(name, None) == _default(name):
             dask.config.set({name: value})
             _suited.add(name)
 
 
 def for_devices() -> dict[str, str]:
     """Return `suit_devices` as variables for another process."""
-    theirs = dask.config.collect()
-    wanted = {
-        name: value
-        for name, value in ON_DEVICE.items()
-        if dask.config.get(name, None, config=theirs) is None
-    }
     return {
         f"DASK_{name.replace('.', '__').replace('-', '_').upper()}": value
-        for name, value in wanted.items()
+        for name, value in _unless_configured().items()
     }
 
 
@@ -53,12 +47,12 @@ def suit_hosts() -> None:
     while _suited:
         name = _suited.pop()
         if dask.config.get(name, None) == ON_DEVICE[name]:
-            dask.config.set({name: _of_dask(name)})
+            dask.config.set({name: _default(name)})
 
 
 @contextlib.contextmanager
 def suiting_devices() -> Iterator[None]:
-    """Suit GPUs until the last of those who asked for it is done."""
+    """Set defaults that suit GPUs until the last block of this kind ends."""
     global _users
     _users += 1
     suit_devices()
@@ -70,20 +64,14 @@ def suiting_devices() -> Iterator[None]:
             suit_hosts()
 
 
-def _of_dask(name: str) -> Any:
-    """Return the value of a configuration key that Dask and its packages have by default."""
+def _unless_configured() -> dict[str, str]:
+    theirs = dask.config.collect()
+    return {k: v for k, v in ON_DEVICE.items() if dask.config.get(k, None, config=theirs) is None}
+
+
+def _default(name: str) -> Any:
+    """Return the value of a key that Dask and its packages have by default."""
     return dask.config.get(name, None, config=dask.config.merge(*dask.config.defaults))
-
-
-if TYPE_CHECKING:
-    from distributed import Client
-
-PRELOADS = "distributed.client.preload"
-
-
-def dask_setup(client: Client) -> None:
-    """Send a new client's messages at once; distributed calls this."""
-    send_at_once(client.scheduler_comm)
 
 
 def send_at_once(stream: Any) -> None:
@@ -92,18 +80,15 @@ def send_at_once(stream: Any) -> None:
 
 
 def prompt_clients() -> dict[str, list[str]]:
-    """Return the Dask configuration that adds this module to the user's own preloads.
-
-    Empty where those have arguments: distributed matches them by their number.
-    """
+    """Return the configuration that adds `PRELOAD` to the user's preloads, if it can."""
     preloads = dask.config.get(PRELOADS, None) or []
     names = [preloads] if isinstance(preloads, str) else preloads
-    if __name__ in names or dask.config.get(f"{PRELOADS}-argv", None):
+    if PRELOAD in names or dask.config.get(f"{PRELOADS}-argv", None):
         return {}
     logging.getLogger("distributed.preloading").addFilter(_is_news)
-    return {PRELOADS: [*names, __name__]}
+    return {PRELOADS: [*names, PRELOAD]}
 
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Drop distributed's INFO lines about this preload; keep its errors."""
-    return record.levelno > logging.INFO or __name__ not in record.getMessage()
+    return record.levelno > logging.INFO or PRELOAD not in record.getMessage()

@@ -1,8 +1,4 @@
-"""The file that tells programs elsewhere where a cluster is, and how to get in.
-
-It has the form of distributed's own scheduler file, and under ``hpcdask`` the key folder that
-``Client(scheduler_file=...)`` knows nothing of. `connect` uses it.
-"""
+"""The file that tells where a cluster is: distributed's, with keys under ``hpcdask``."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from hpcdask.security import private
 from hpcdask.security.credentials import (
     Credentials,
     client_only,
-    is_key_folder,
+    load_credentials,
     save_credentials,
 )
 
@@ -36,7 +32,7 @@ def write(
     gpus: bool = False,
     **facts: object,
 ) -> None:
-    """Write the scheduler file (0600) and, with credentials, ``PATH.keys`` (0700) beside it."""
+    """Write the scheduler file (0600) and, with credentials, ``PATH.keys`` (0600) beside it."""
     path = os.path.abspath(path)
     keys = f"{path}.keys"
     if credentials:
@@ -59,7 +55,7 @@ def write(
 
 
 def note(path: str, **facts: Any) -> None:
-    """Add to what a scheduler file of ours says. Raises SchedulerFileError or OSError."""
+    """Add facts to a scheduler file of hpcdask's. Raises SchedulerFileError or OSError."""
     content = read(path)
     content["hpcdask"] |= facts
     private.write_private(os.path.abspath(path), json.dumps(content, indent=2))
@@ -75,11 +71,7 @@ def remove(path: str, address: str) -> None:
 
 
 def check_writable(path: str) -> None:
-    """Refuse a scheduler file that cannot be written or is not ours to replace.
-
-    Raises SchedulerFileError if its folder is missing or closed or open to all, or the file exists
-    and is something else, or belongs to a cluster that still answers.
-    """
+    """Raise SchedulerFileError unless a scheduler file can be written or replaced."""
     if not path:
         raise SchedulerFileError(
             "--scheduler-file: its name is empty. Name a file, or leave the option out"
@@ -97,12 +89,11 @@ def check_writable(path: str) -> None:
         raise SchedulerFileError(
             f"--scheduler-file: {error.strerror}. Name a file in a folder of your own"
         ) from None
-    keys = f"{path}.keys"
-    if os.path.lexists(keys) and not is_key_folder(keys):
-        raise SchedulerFileError(
-            f"--scheduler-file: {keys}, where the keys would go, belongs to another user or holds "
-            f"something else. Name another file"
-        )
+    if os.path.lexists(keys := f"{path}.keys"):
+        try:
+            load_credentials(keys)
+        except SchedulerFileError as error:
+            raise SchedulerFileError(f"--scheduler-file: {error}. Name another file") from None
     if not os.path.lexists(path):
         return
     content = read(path)
@@ -117,18 +108,13 @@ def check_writable(path: str) -> None:
 
 
 def read(path: str) -> dict[str, Any]:
-    """The content of a scheduler file.
-
-    Raises SchedulerFileError if it does not exist, is not a scheduler file, belongs to another
-    user, or others may write it.
-    """
+    """Return a scheduler file's content; ``hpcdask`` is empty in distributed's own."""
     path = os.path.abspath(path)
     try:
-        content = json.loads(private.read(path))
+        content: dict[str, Any] = json.loads(private.read(path))
         host, _ = endpoint(content["address"])
         host.encode("idna")  # as a connection does, with an error of no such form
-        if not isinstance(content.get("hpcdask", {}), dict):
-            raise TypeError
+        content["hpcdask"] = {**content.get("hpcdask", {})}
     except FileNotFoundError:
         raise SchedulerFileError(
             f"{path} does not exist: start the cluster with --scheduler-file "
@@ -144,9 +130,10 @@ def read(path: str) -> dict[str, Any]:
         raise SchedulerFileError(
             f"{path} is not a scheduler file. Name the one that --scheduler-file wrote"
         ) from None
-    return dict(content)
+    return content
 
 
 def endpoint(address: str) -> tuple[str, int]:
+    """Return host and port of an address such as ``tls://[::1]:8786``."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     return host.strip("[]"), int(port)

@@ -1,7 +1,7 @@
 """A Dask cluster whose workers are jobs of a queueing system.
 
 It inherits from `distributed.deploy.Cluster`, which brings adaptive scaling, the widget and the
-link to the dashboard, and leaves the jobs to a `JobController`.
+link to the dashboard, and leaves the jobs to a `Controller`.
 """
 
 from __future__ import annotations
@@ -9,145 +9,181 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import inspect
+import functools
 import itertools
+import math
 import os
 import weakref
-from collections.abc import Awaitable, Mapping
-from datetime import timedelta
-from typing import Any, ClassVar, Literal, Self, cast
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, ClassVar, Self, cast
 
-from distributed import Scheduler, Security
+import dask.config
+from distributed import Scheduler, Security, rpc
 from distributed.core import Status
+from distributed.deploy.adaptive import Adaptive
+from distributed.deploy.cluster import Cluster
 from distributed.utils import silence_logging_cmgr
 from tornado.ioloop import IOLoop
 
-from hpcdask.client.defaults import suiting_devices
+from hpcdask.bootstrap.environment import open_folder_warning
+from hpcdask.client.defaults import prompt_clients, suiting_devices
+from hpcdask.client.gang_scheduler import MOST_WORKERS
 from hpcdask.comm.warmup import transport_of
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.gpu.table import GpuTable
 from hpcdask.jobs import watchdog
-from hpcdask.jobs.folder import ClusterFolder, prune
+from hpcdask.jobs.folder import ClusterFolder, new_name, prune
+from hpcdask.jobs.logs import ClusterLogs
 from hpcdask.jobs.state import OVER
 from hpcdask.logs import say
-from hpcdask.queues.base import Queue
-from hpcdask.spec.keywords import Protocol
+from hpcdask.security.ports import PER_SCHEDULER, check_size
+from hpcdask.spec.signatures import describe, spell_out
 from hpcdask.spec.tags import group_id
 from hpcdask.upstream import distributed as upstream
 
-from .configuration import configured, import_job_class, section
-from .controller import JobController
-from .detachable import Detachable
-from .display import JobTable, html, text
-from .groups import OF_GROUPS, common_device, read_groups
+from . import scaling
+from .controller import Controller
+from .display import JobTable, chosen_jobs, html, text
 from .job import Job
-from .job_logs import JobLogs
-from .keywords import USUAL_JOB, refuse_detached, seconds
-from .scaling import wait_unless
-from .scheduler import ClusterScheduler, read_scheduler_options
+from .keywords import ADAPTIVE, ClusterKeywords, keywords_of_class
+from .messages import SHUT_DOWN, stopped
+from .options import ClusterOptions
+from .scaling import GroupsAdaptive, JobAdaptive
+from .scheduler import ClusterScheduler
 
-#: Seconds between two queries of the queue.
-POLL_INTERVAL_S = 5.0
+_PARAMETERS = """
+
+    Every keyword of dask-jobqueue's class keeps its name and meaning, and its configuration
+    (``jobqueue.{config}``) is read, so that changing the import is enough; it may hold hpcdask's
+    keywords too. The fields of `hpcdask.spec.specs.WorkerSpec` are keywords as well. None is for a
+    value that nobody gave.
+
+    Parameters
+    ----------
+    **keywords
+        Those of the cluster, of its jobs and of its workers.
+
+    Raises
+    ------
+    UsageError
+        A keyword is unknown or its value is not understood; nothing was started.
+    Refused, QueueError
+        From `scale`: the queue does not take the jobs, or does not answer.
+    JobsFailed
+        From `wait_for_workers` and Dask tasks: jobs keep ending before their workers connect.
+"""
+#: Calls of `scale` under way: the event loop itself holds tasks weakly.
+_scalings: set[asyncio.Future[None]] = set()
 
 
-class JobCluster(JobLogs, Detachable):
-    """Base of the clusters for the several queueing systems; see `SLURMCUDACluster`."""
+async def wait_unless(
+    workers: Coroutine[Any, Any, None],
+    why_not: Callable[[], Awaitable[HpcdaskError | None]],
+    jobs: Callable[[], JobTable],
+) -> None:
+    """Wait for workers, or raise why they will not come; a wait that is too long tells of jobs."""
+    waiting = asyncio.ensure_future(workers)
+    try:
+        while not waiting.done():
+            if (failure := await why_not()) is not None:
+                raise failure
+            await asyncio.wait([waiting], timeout=0.1)
+        await waiting
+    except TimeoutError as error:
+        error.add_note(f"Jobs: {jobs().counts() or 'none'}")
+        raise
+    finally:
+        waiting.cancel()
 
-    #: Name of the queue in `hpcdask.queues.registry`, and what the queue says of dask-jobqueue.
+
+class JobCluster(Cluster):
+    """Base of the clusters for the several queueing systems; see `SLURMCUDACluster`.
+
+    `queue_name` is the queue's name in `hpcdask.queues.registry`, `keywords` the dict of those that
+    the class takes. `controller` is None before the start.
+    """
+
     queue_name: ClassVar[str]
-    jobqueue: ClassVar[tuple[str, str]]
+    keywords: ClassVar[type] = ClusterKeywords
     _instances: ClassVar[weakref.WeakSet[JobCluster]] = weakref.WeakSet()
-    _making: asyncio.Future[ClusterFolder] | None = None
-    _watchdog: Any = None
-    _ending: asyncio.Future[None] | None = None
 
-    def __init__(
-        self,
-        n_workers: int = 0,
-        *,
-        groups: Mapping[str, Mapping[str, Any]] | None = None,
-        gpus_per_job: int | None = None,
-        gpu_type: str | None = None,
-        nodes_per_job: int = 1,
-        poll_interval: str | float | timedelta | None = None,
-        start_timeout: str | float | timedelta | None = None,
-        security: Security | bool | None = None,
-        shared_temp_directory: str | None = None,
-        scheduler_options: dict[str, Any] | None = None,
-        scheduler_cls: type[Scheduler] = Scheduler,
-        protocol: Literal[Protocol, "tls", "tls://", "tcp://", "ucx://"] | None = None,
-        interface: str | None = None,
-        config_name: str | None = None,
-        silence_logs: int | str | bool = "error",
-        name: str | None = None,
-        detached: bool = False,
-        scheduler_job: dict[str, Any] | None = USUAL_JOB,
-        scheduler_timeout: str | float | timedelta | None = None,
-        idle_timeout: str | float | timedelta | None = None,
-        asynchronous: bool = False,
-        loop: Any = None,
-        **job_keywords: Any,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name in OF_GROUPS}
-        job_cls = import_job_class(self.jobqueue)
-        usual = job_cls.default_config_name()
-        config_name = config_name or usual
-        refuse_detached(detached, scheduler_job, scheduler_timeout, idle_timeout)
-        if groups is not None:
-            job_keywords |= common_device(groups)
-        self.queue = self._make_queue(job_keywords)
-        with section(config_name, usual):
-            interface = configured("interface", {"interface": interface}, config_name)
-            self.groups = read_groups(
-                groups,
-                {**job_keywords, **given, "interface": interface},
-                job_cls,
-                self.queue,
-                config_name,
-                own=set(inspect.signature(JobCluster).parameters) - {"job_keywords"},
+    def __init_subclass__(cls) -> None:
+        if "keywords" in vars(cls):
+            known = keywords_of_class(cls.keywords)
+            doc = (cls.__doc__ or "").rstrip() + _PARAMETERS.format(config=cls.queue_name)
+            cls.__doc__ = describe(doc, known)
+            init: Any = cls.__init__
+            init.__signature__ = spell_out(init, known)
+
+    def __new__(cls, *args: Any, **keywords: Any) -> Self:
+        """Make a cluster of this process, or what is attached to a detached one."""
+        if not keywords.pop("detached", False):
+            return super().__new__(cls)
+        from .detached.attached import make
+
+        if args:
+            keywords["n_workers"] = args[0]
+        return cast(Self, make(cls, keywords))  # it has the same methods
+
+    def __init__(self, n_workers: int = 0, **keywords: Any) -> None:
+        for name in ("scheduler_job", "scheduler_timeout", "idle_timeout"):
+            if keywords.pop(name, None) is not None:
+                raise UsageError(f"{name} is for clusters with detached=True")
+        if keywords.pop("detached", False):
+            raise UsageError(
+                "detached=True: a class with an __init__ of its own cannot be detached, since the "
+                "cluster's process does not know it. Use the class of hpcdask"
             )
-            self._poll_interval_s = seconds(poll_interval, "poll_interval") or POLL_INTERVAL_S
-            self._read_folders(shared_temp_directory, job_keywords, config_name)
-            where = {"local": self.queue.is_local, "on_node": self._goes_to_node}
-            chosen = read_scheduler_options(scheduler_options, config_name, interface, **where)
+        asynchronous, loop = keywords.pop("asynchronous", False), keywords.pop("loop", None)
+        self.options = ClusterOptions.read(type(self), {"n_workers": n_workers, **keywords})
+        self.queue = self.options.queue
+        self.groups = self.options.groups
+        self.controller: Controller | None = None
         self._own_scheduler = ClusterScheduler(
-            scheduler_cls, chosen, security, where["local"], self._say, self._port_range
+            self.options.scheduler_cls,
+            self.options.scheduler,
+            self.options.security,
+            self.queue.is_local,
+            self._say,
+            self.options.port_range,
         )
+        self._folder: ClusterFolder | None = None
+        self._making: asyncio.Future[ClusterFolder] | None = None
+        self._watchdog: watchdog.Watchdog | None = None
+        self._ending: asyncio.Future[None] | None = None
         if any(group.n_workers for group in self.groups.values()):
             self.queue.check()
-        on_gpu = any(group.on_gpu for group in self.groups.values())
-        self._exits = _until_closed(silence_logs, on_gpu)
+        self._exits = contextlib.ExitStack()
+        if self.options.silence_logs:
+            self._exits.enter_context(silence_logging_cmgr(level=self.options.silence_logs))
+        if any(group.on_gpu for group in self.groups.values()):
+            self._exits.enter_context(suiting_devices())
+        dask.config.set(prompt_clients())
         loop = IOLoop.current() if loop is None and asynchronous else loop
-        super().__init__(asynchronous=asynchronous, loop=loop, quiet=True, name=name)
+        super().__init__(
+            asynchronous=asynchronous, loop=loop, quiet=True, name=cast(str, self.options.name)
+        )
         self._instances.add(self)
-        self._start_now()
-
-    def _make_queue(self, job_keywords: dict[str, Any]) -> Queue:
-        """The door to the queue; takes from the keywords what belongs to it."""
-        from hpcdask.queues.registry import queue_class
-
-        return queue_class(self.queue_name).of_cluster(job_keywords)
-
-    def _start_now(self) -> None:
-        """Start, unless the user's event loop does."""
         if self.called_from_running_loop:
-            return
+            return  # the user's event loop starts it
         upstream.loop_runner(self).start()
         try:
             self.sync(self._start)
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, HpcdaskError):
+                raise error.with_traceback(None) from None  # the event loop's tells nothing
             raise
+
+    @functools.cached_property
+    def id(self) -> str:
+        """Return the cluster's name in the queue and on disk."""
+        return new_name(self.name)
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """The scheduler; None before the start."""
+        """Return the scheduler; None before the start."""
         return self._own_scheduler.server
-
-    @property
-    def _port_range(self) -> str | None:
-        """Return the range of ports of all parts, the scheduler too: the same for all groups."""
-        return next(iter(self.groups.values())).options.spec.port_range
 
     @property
     def security(self) -> Security:
@@ -156,88 +192,102 @@ class JobCluster(JobLogs, Detachable):
 
     # Start and end
 
+    def take_folder(self, folder: ClusterFolder) -> None:
+        """Live in this folder, which was made for the cluster, and under its name."""
+        self._folder, self.id = folder, folder.name
+
     async def _start(self) -> None:
         if self.status != Status.created:
             return
         self.status = Status.starting
+        with contextlib.suppress(OSError):  # the folder is gone
+            if warning := open_folder_warning():
+                self._say(warning)
         # file systems may be slow; the end waits for it, to leave nothing
         self._making = asyncio.ensure_future(asyncio.to_thread(self._make_folders))
         folder = await asyncio.shield(self._making)
         await self._own_scheduler.start()
-        self.scheduler_comm = self._own_scheduler.connect()
+        access: Any = self.security.get_connection_args("client")
+        self.scheduler_comm = rpc(self._own_scheduler.address, connection_args=access)
         for name, group in self.groups.items():
             await asyncio.to_thread(folder.write_script, self.job_script(name), name)
-            for directive in self.queue.replaced(group.options.job):
+            for directive in self.queue.replaced(group.job):
                 self._say(
                     f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs "
                     f"by a tag in its place"
                 )
         self._watchdog = await asyncio.to_thread(watchdog.start_watchdog, folder)
-        await asyncio.to_thread(prune, self._base)
+        await asyncio.to_thread(prune, self.options.base)
         assert self.scheduler is not None
-        groups = self.groups.values()
-        self.controller = JobController(
-            [group.new_state(self.scheduler, self.id, self._say) for group in groups],
+        self.controller = Controller(
+            self.scheduler,
             self.queue,
             folder,
-            poll_interval_s=self._poll_interval_s,
+            poll_interval_s=self.options.poll_interval_s,
+            say=self._say,
             over=self._end_by_itself,
         )
+        for name, group in self.groups.items():
+            self.controller.add_group(name, group.workers, group.policy, **group.resources)
         self.controller.start()
-        self._tell_most_workers(self.controller)
+        self.scheduler.extensions[MOST_WORKERS] = self._most_workers
         await super()._start()
-        if wishes := {group.name: group.n_workers for group in groups if group.n_workers}:
+        if wishes := {name: one.n_workers for name, one in self.groups.items() if one.n_workers}:
             await self._scale(wishes)
 
     def _make_folders(self) -> ClusterFolder:
-        folder = self._make_folder()
-        if self._logs is not None:
-            folder.logs_in(self._logs)
-        self._own_scheduler.save_keys(str(folder.keys))
+        if self._folder is None:
+            base = self.options.base
+            self._folder = ClusterFolder.create(self.id, self.queue_name, base=base)
+        if self.options.logs is not None:
+            self._folder.logs_in(self.options.logs)
+        self._own_scheduler.save_keys(str(self._folder.keys))
         self._own_scheduler.make_scratch()
-        return folder
+        return self._folder
 
     async def _close(self) -> None:
-        await asyncio.shield(self._begin_to_end())  # who waits may give up, and close again
+        await asyncio.shield(self.begin_to_end())  # who waits may give up, and close again
 
-    def _begin_to_end(self) -> asyncio.Future[None]:
+    def begin_to_end(self) -> asyncio.Future[None]:
+        """Begin to end the cluster, unless that is under way."""
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
         return self._ending
 
     def _end_by_itself(self) -> None:
-        """The scheduler is closed by somebody else, and nobody waits for the cluster's end."""
+        """End the cluster, since the scheduler is closed by somebody else; nobody waits for it."""
 
         def tell(ending: asyncio.Future[None]) -> None:
             if not ending.cancelled() and (error := ending.exception()) is not None:
                 self._say(f"error: {error}")
 
-        self._begin_to_end().add_done_callback(tell)
+        self.begin_to_end().add_done_callback(tell)
 
     async def _end(self) -> None:
         self.status = Status.closing
-        problem: HpcdaskError | None = None
         if self._making is not None:
             await asyncio.wait([self._making])
         if (adaptive := upstream.adaptive(self)) is not None:
             adaptive.stop()
         if self.controller is not None:
-            self.controller.closing()
+            self.controller.expect_end()
         await self._own_scheduler.close()
-        if self.controller is not None:
-            try:
+        try:
+            if self.controller is not None:
                 await self.controller.close()
-            except HpcdaskError as error:
-                problem = error
-        if self._folder is not None:
-            self._folder.remove_keys()
+        except Exception:
+            self._ending = None  # jobs are left: another close() tries again
+            raise
+        finally:
+            if self._folder is not None:
+                self._folder.remove_keys()
+            self._own_scheduler.remove_scratch()
         await super()._close()
-        if self._watchdog is not None and problem is None:
+        if self._watchdog is not None:
             self._watchdog.dismiss()
-        self._own_scheduler.remove_scratch()
+        elif self._folder is not None:  # its start has failed
+            self._folder.mark_ended()
         self._exits.close()
-        if problem is not None:
-            raise problem
 
     def close(self, timeout: float | None = None) -> Awaitable[None] | None:
         """Cancel all jobs, wait until the queue no longer has them, and stop the scheduler.
@@ -250,7 +300,7 @@ class JobCluster(JobLogs, Detachable):
         Raises
         ------
         QueueError
-            Jobs are still in the queue; the message names them.
+            Jobs are still in the queue; the message names them. Another call tries again.
         """
         try:
             result: Awaitable[None] | None = super().close(timeout)
@@ -259,7 +309,7 @@ class JobCluster(JobLogs, Detachable):
                 upstream.loop_runner(self).stop()
         return result
 
-    async def _ready(self) -> JobCluster:
+    async def _ready(self) -> Self:
         try:
             await self._start()
         except BaseException:
@@ -271,27 +321,247 @@ class JobCluster(JobLogs, Detachable):
         return cast(Self, super().__enter__())
 
     async def __aenter__(self) -> Self:
-        await self._ready()
-        return self
+        return await self._ready()
 
     def __await__(self) -> Any:
         return self._ready().__await__()
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: Any = None) -> None:
         async def why_not() -> HpcdaskError | None:
-            return self._too_few(n_workers)
+            return self.too_few(n_workers)
 
         await wait_unless(super()._wait_for_workers(n_workers, timeout), why_not, self.jobs)
+
+    # The number of workers
+
+    def scale(
+        self,
+        n: int | None = None,
+        jobs: int = 0,
+        memory: str | int | None = None,
+        cores: int | None = None,
+        **groups: int,
+    ) -> Any:
+        """Ask for a number of workers, and wait until the queue has their jobs.
+
+        The number is rounded up to whole jobs. If you give several parameters, the one that results
+        in the most workers counts. In an event loop the call returns at once; await what it returns
+        to wait for the queue.
+
+        Parameters
+        ----------
+        n
+            Workers.
+        jobs
+            Jobs.
+        memory
+            Host memory of all workers together, in bytes or as text.
+        cores
+            Threads of all workers together.
+        **groups
+            In a cluster with groups, the workers of each, as in ``scale(gpu=8, cpu=32)``, in place
+            of the other parameters. Groups that are not named stay as they are.
+
+        Raises
+        ------
+        UsageError
+            There is no such group, or no such queueing system on this machine.
+        Refused, QueueError
+            The queue does not take the jobs, or does not answer. A limit of the site is only a
+            warning: the cluster tries again later.
+        """
+        self._running()  # of a closed cluster there is no event loop
+        scaled = functools.partial(self.scaled, n, jobs, memory, cores, **groups)
+        if not self.asynchronous:
+            try:
+                return self.sync(scaled)
+            except HpcdaskError as error:
+                raise error.with_traceback(None) from None  # the event loop's tells nothing
+        task = asyncio.ensure_future(scaled())
+        _scalings.add(task)
+        task.add_done_callback(self._tell_refusal)
+        task.add_done_callback(_scalings.discard)
+        return task
+
+    def scaled(
+        self,
+        n: int | None = None,
+        jobs: int = 0,
+        memory: str | int | None = None,
+        cores: int | None = None,
+        **groups: int,
+    ) -> Coroutine[Any, Any, None]:
+        """Return the work of `scale`, for a caller who awaits it and tells of its failure."""
+        given = {"n": n, "jobs": jobs, "memory": memory, "cores": cores}
+        wishes = scaling.wishes(self.groups, given, groups)
+        self._running()
+        if any(wishes.values()):
+            self.queue.check()
+        return self._scale(wishes)
+
+    def _tell_refusal(self, task: asyncio.Future[None]) -> None:
+        """Print why a call of `scale` in an event loop has failed, for which nobody may wait."""
+        if not task.cancelled() and isinstance(error := task.exception(), HpcdaskError):
+            self._say(stopped(error))
+
+    async def _scale(self, wishes: Mapping[str, int]) -> None:
+        controller = self._running()
+        self._check_ports(wishes)
+        for name in wishes:
+            controller.groups[name].reset_failures()
+        self.wish(wishes, by_user=True)
+        await controller.wait_submitted(wishes)
+
+    def wish(self, wishes: Mapping[str, int], *, by_user: bool = False) -> None:
+        """Set the number of workers of each of these groups, and do not wait."""
+        controller = self._running()
+        for name, n in wishes.items():
+            jobs = math.ceil(n / self.groups[name].workers)
+            controller.groups[name].want(jobs, emptied=by_user and not n)
+
+    def _check_ports(self, wishes: Mapping[str, int]) -> None:
+        """Raise UsageError for more workers of this machine than the range of ports has."""
+        if not self.queue.is_local or self.controller is None:
+            return
+        groups = self.controller.groups.items()
+        wanted = {name: one.wanted * one.size for name, one in groups}
+        check_size(
+            self.options.port_range,
+            sum({**wanted, **wishes}.values()),
+            ucx=all(group.spec.protocol == "ucx" for group in self.groups.values()),
+            more=PER_SCHEDULER,
+            where="on this machine",
+            option="port_range",
+        )
+
+    def _running(self) -> Controller:
+        if self.controller is None or self.status not in (Status.starting, Status.running):
+            shut_down = str(self.failure) == SHUT_DOWN
+            raise UsageError(SHUT_DOWN if shut_down else "this cluster is closed: make a new one")
+        return self.controller
+
+    def limits(self) -> dict[str, float]:
+        """Return how many workers each group may come to have without further ado."""
+        adaptive = upstream.adaptive(self)
+        limits: dict[str, float] = {name: len(self.names([name])) for name in self.groups}
+        if adaptive is not None and adaptive.state in ("starting", "running"):
+            limits |= {name: one.maximum for name, one in adaptive.groups.items()}
+        return limits
+
+    def _most_workers(self) -> float:
+        """Return how many workers there may come to be, for gangs."""
+        assert self.controller is not None
+        groups = self.controller.groups.items()
+        limits = self.limits()
+        return sum(limits[name] for name, group in groups if group.failure is None)
+
+    def too_few(self, n_workers: int) -> HpcdaskError | None:
+        """Return why there will not be so many workers; None if they may come."""
+        groups = self.controller.groups if self.controller else {}
+        failed = [group for group in groups.values() if group.failure is not None]
+        left = self.names(name for name, one in groups.items() if one.failure is None)
+        if failed and (len(failed) == len(groups) or len(left | self.observed) < n_workers):
+            return failed[0].failure
+        return None
+
+    def adapt(  # type: ignore[override]
+        self,
+        *,
+        minimum: int | None = 0,
+        maximum: int | float | None = math.inf,
+        minimum_jobs: int | None = None,
+        maximum_jobs: int | None = None,
+        minimum_memory: str | int | None = None,
+        maximum_memory: str | int | None = None,
+        minimum_cores: int | None = None,
+        maximum_cores: int | None = None,
+        Adaptive: type[Adaptive] = JobAdaptive,
+        **kwargs: Any,
+    ) -> Adaptive:
+        """Make the number of workers follow the work.
+
+        Minimums are rounded up to whole jobs, maximums down. The strictest bound counts.
+
+        Parameters
+        ----------
+        minimum, maximum : int
+            Bound in workers. Default: 0, and no maximum.
+        minimum_jobs, maximum_jobs : int
+            Bound in jobs.
+        minimum_memory, maximum_memory : str or int
+            Bound in host memory of all workers together.
+        minimum_cores, maximum_cores : int
+            Bound in threads of all workers together.
+        Adaptive : type
+            Class that decides.
+        **kwargs
+            ``interval`` (time between two looks, default 1 s) and ``wait_count`` (looks in a row at
+            which a worker is idle before it leaves, default 3): their product is the time that idle
+            workers stay. ``target_duration``, ``worker_key`` and ``memory_ratio`` are those of
+            `distributed.deploy.adaptive.Adaptive`. In a cluster with groups, the least and most
+            workers of each, as in ``adapt(gpu=(0, 16), cpu=(0, 64))``, in place of the other
+            bounds. Groups that are not named stay as they are.
+
+        Returns
+        -------
+        distributed.deploy.adaptive.Adaptive
+            Its ``stop()`` ends adaptive scaling, and the workers stay. `scale` does not end it: the
+            next look overrules the number.
+
+        Raises
+        ------
+        UsageError
+            A keyword is unknown, a value is not understood, `minimum` is above `maximum`,
+            `maximum` is less than one job, or this machine has no such queueing system.
+        """
+        given = {name: one for name, one in locals().items() if name[:3] in ("min", "max")}
+        grouped = "" not in self.groups
+        named = {}
+        if grouped:
+            named = {name: kwargs.pop(name) for name in list(kwargs) if name not in ADAPTIVE}
+            given |= {} if Adaptive is JobAdaptive else {"Adaptive": Adaptive}
+        elif Adaptive is JobAdaptive:
+            scaling.check_adaptive(self.adapt, kwargs)
+        bounds = scaling.bounds(self.groups, given, named)
+        kwargs |= scaling.times(kwargs)
+        controller = self._running()
+        self.queue.check()
+        for name in bounds:
+            controller.groups[name].reset_failures()
+        if grouped:
+            return super().adapt(GroupsAdaptive, bounds=bounds, **kwargs)
+        least, most = bounds[""]
+        return super().adapt(Adaptive, minimum=least, maximum=most, **kwargs)
+
+    @property
+    def plan(self) -> set[str]:
+        """Return the names of the workers that are wanted."""
+        return self.names(self.groups)
+
+    #: Names of the workers that are asked for.
+    requested = plan
+
+    @property
+    def observed(self) -> set[str]:
+        """Return the names of the workers that are connected."""
+        groups = self.controller.groups.values() if self.controller else ()
+        connected = (states for group in groups for states in group.connected().values())
+        return {str(ws.name) for states in connected for ws in states}
+
+    def names(self, groups: Iterable[str]) -> set[str]:
+        """Return the names of the workers of these groups that are wanted."""
+        known = self.controller.groups if self.controller else {}
+        return {name for group in groups if group in known for name in known[group].names()}
 
     # What it shows
 
     def job_script(self, group: str | None = None) -> str:
-        """The exact script of every job, or of those of a group. Default: of the first one."""
+        """Return the exact script of every job, or of a group's. Default: the first one's."""
         name = next(iter(self.groups)) if group is None else group
         if name not in self.groups:
             raise UsageError(f"job_script: no group {name}. There are {', '.join(self.groups)}")
         folder = str(self._folder.path) if self._folder else "<folder>"
-        return self.groups[name].options.script(
+        return self.groups[name].script(
             self.queue,
             group_id(self.id, name),
             folder,
@@ -301,23 +571,53 @@ class JobCluster(JobLogs, Detachable):
 
     @property
     def job_header(self) -> str:
-        """The directives of the script of every job, or of the first group's."""
+        """Return the directives of the script of every job, or of the first group's."""
         return "\n".join(itertools.takewhile(bool, self.job_script().splitlines()[1:]))
 
     @property
     def job_name(self) -> str:
-        """The jobs' name in the queue, or that of the first group's."""
-        return next(iter(self.groups.values())).options.name
+        """Return the jobs' name in the queue, or that of the first group's."""
+        return next(iter(self.groups.values())).name
 
     @property
     def workers(self) -> dict[str, Job]:
-        """The jobs that are not over, by id: an entry for each job, as in dask-jobqueue."""
+        """Return the jobs that are not over, by id, as dask-jobqueue does."""
         return {job.id: job for job in self.jobs() if job.state not in OVER}
 
     def jobs(self) -> JobTable:
-        """The state of all jobs, including those that are over."""
+        """Return the state of all jobs, including those that are over."""
         controller = self.controller
         return JobTable(controller.jobs(), controller.waits) if controller else JobTable()
+
+    def job_logs(
+        self, *ids: str | int | Iterable[str | int], lines: int | None = None
+    ) -> dict[str, str]:
+        """Return the logs of jobs, by id, including those of jobs that are over.
+
+        Parameters
+        ----------
+        *ids
+            Ids of jobs, or lists of ids. Default: all jobs.
+        lines
+            How many of the last lines of each log. Default: all.
+        """
+        if self._folder is None:
+            return {}
+        known = [str(job.id) for job in self.jobs()]
+        wanted = chosen_jobs(ids, known) if ids else known
+        found = self._folder.tails(wanted, lines)
+        return {job_id: "\n".join(text) for job_id, text in found.items()}
+
+    def logs(self, lines: int | None = None) -> str:
+        """Return the logs of all jobs as one: time, node, worker, level and text of each line.
+
+        Parameters
+        ----------
+        lines
+            How many of the last lines. Default: all.
+        """
+        found = ClusterLogs(self._folder).read() if self._folder else []
+        return "\n".join(map(str, found[max(0, len(found) - lines) if lines is not None else 0 :]))
 
     def gpus(self) -> GpuTable:
         """Return what the GPUs of all workers do now; empty while none was sampled."""
@@ -325,7 +625,7 @@ class JobCluster(JobLogs, Detachable):
 
     @property
     def failure(self) -> HpcdaskError | None:
-        """Why the cluster, or a group of it, submits no more jobs; None while all is well."""
+        """Return why the cluster or a group submits no more jobs; None while all is well."""
         return self.controller.failure if self.controller else None
 
     def _say(self, line: str) -> None:
@@ -334,35 +634,24 @@ class JobCluster(JobLogs, Detachable):
 
     @property
     def dashboard_link(self) -> str:
-        """Where the dashboard is, seen from this machine."""
-        return self._own_scheduler.dashboard_link() or str(super().dashboard_link)
+        """Return the address of the dashboard, seen from this machine."""
+        return self._own_scheduler.dashboard_link
+
+    @property
+    def tunnel(self) -> str:
+        """Return the command that brings the dashboard to the user's machine, if one is needed."""
+        return self._own_scheduler.tunnel
 
     def __repr__(self) -> str:
         link = self.dashboard_link if self.status == Status.running else ""
-        status = text(self.jobs(), self.failure, link, self._own_scheduler.tunnel())
+        status = text(self.jobs(), self.failure, link, self.tunnel)
         return f"{', '.join([super().__repr__().removesuffix(')'), *status])})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         gpus = self.gpus()
         transport = transport_of(self.scheduler, on_device=bool(gpus))
-        tunnel = self._own_scheduler.tunnel()
-        status = html(self.jobs(), gpus, self.failure, tunnel, transport=transport)
+        status = html(self.jobs(), gpus, self.failure, self.tunnel, transport=transport)
         return str(super()._repr_html_(f"{cluster_status or ''}{status}"))
-
-
-def _until_closed(level: int | str | bool, on_gpu: bool) -> contextlib.ExitStack:
-    """Leaves out distributed's messages below this level; on GPUs, has chunks suit them."""
-    exits = contextlib.ExitStack()
-    if level:
-        exits.enter_context(silence_logging_cmgr(level=level))
-    if on_gpu:
-        exits.enter_context(suiting_devices())
-    return exits
-
-
-# the keywords are those of __init__, though __new__ sees them first
-_SIGNATURE = inspect.signature(JobCluster.__init__, eval_str=True)
-JobCluster.__new__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 
 
 @atexit.register
@@ -379,9 +668,9 @@ def close_clusters() -> None:
 
 
 def _leave_to_parent() -> None:
-    """In a child that was forked: the clusters, and what their schedulers have on disk, stay."""
+    """Leave the clusters, and what their schedulers have on disk, to the parent of this fork."""
     for cluster in list(JobCluster._instances):
-        cluster._own_scheduler.leave_to_parent()
+        upstream.leave_folder(cluster.scheduler)
     JobCluster._instances.clear()
 
 

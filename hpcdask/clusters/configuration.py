@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import signal
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import dask.config
 
 from hpcdask.errors import UsageError
-from hpcdask.jobs.folder import base_path
 from hpcdask.security.credentials import check_configuration
-
-MISSING = object()
 
 
 def import_jobqueue(module: str) -> Any:
@@ -47,46 +43,20 @@ def import_job_class(jobqueue: tuple[str, str]) -> Any:
     return getattr(importlib.import_module(path), name)
 
 
-@contextlib.contextmanager
-def section(config_name: str, usual: str) -> Iterator[None]:
-    """Fill a section of the configuration with the usual section's values where it has none.
+def read_section(jobqueue: tuple[str, str], config_name: str | None = None) -> dict[str, Any]:
+    """Return a system's section of the configuration, or the one of this name.
 
-    Raises UsageError if there is no such section.
+    What it lacks comes from the system's own section, and from that of the Job class. Raises
+    UsageError if there is no such section.
     """
-    if not isinstance(dask.config.get(f"jobqueue.{config_name}", None), Mapping):
-        sections = ", ".join(sorted(dask.config.get("jobqueue")))
+    usual = import_job_class(jobqueue).default_config_name()
+    sections: Mapping[str, Any] = dask.config.get("jobqueue")
+    if config_name is not None and not isinstance(sections.get(config_name), Mapping):
         raise UsageError(
             f"config_name={config_name!r}: Dask's configuration has no section "
-            f"jobqueue.{config_name}. It has: {sections}. A new one needs only what differs from "
-            f"jobqueue.{usual}"
+            f"jobqueue.{config_name}. It has: {', '.join(sorted(sections))}. A new one needs only "
+            f"what differs from jobqueue.{jobqueue[0]}"
         )
-    missing = {
-        f"jobqueue.{config_name}.{key}": value
-        for key, value in (dask.config.get(f"jobqueue.{usual}", None) or {}).items()
-        if dask.config.get(f"jobqueue.{config_name}.{key}", MISSING) is MISSING
-    }
-    with dask.config.set(missing):
-        yield
-
-
-def configured(name: str, given: Mapping[str, Any], config_name: str, default: Any = None) -> Any:
-    """The value of a keyword: as it was given, else that of the section."""
-    value = given.get(name)
-    if value is None:
-        value = dask.config.get(f"jobqueue.{config_name}.{name.replace('_', '-')}", None)
-    return default if value is None else value
-
-
-def log_directory(given: Mapping[str, Any], config_name: str) -> str | None:
-    """Where the user wants the jobs' logs, or None for the cluster's folder."""
-    path = configured("log_directory", given, config_name)
-    return None if path is None else str(base_path(path))
-
-
-def refuse_schedulers(given: Collection[str]) -> None:
-    """Refuse what dask-jobqueue takes for its scheduler."""
-    for keyword in ("dashboard_address", "host"):
-        if keyword in given:
-            raise UsageError(
-                f'{keyword} belongs to the scheduler: scheduler_options={{"{keyword}": …}}'
-            )
+    names = dict.fromkeys((usual, jobqueue[0], config_name or usual))
+    found = [sections.get(name) or {} for name in names]
+    return {name.replace("_", "-"): value for one in found for name, value in one.items()}

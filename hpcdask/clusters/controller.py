@@ -1,234 +1,367 @@
-"""Keeps as many jobs as are wanted: when to look, and when to act, for all groups of a cluster.
-
-One loop asks the queue at most once per interval, folds in which workers the scheduler has, and
-acts. Commands of the queue run in threads; workers retire in tasks of their own.
-"""
+"""Keeps as many jobs as are wanted: when to query the queue, and when to act, for all groups."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed.scheduler import TaskState
 
 from hpcdask.client.defaults import send_at_once
 from hpcdask.errors import ClusterError, HpcdaskError, QueueError
 from hpcdask.jobs.folder import ClusterFolder
+from hpcdask.jobs.state import OVER, ClusterReport
 from hpcdask.logs import DIED, say
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import QueueStatus
 
 from . import messages, retire
-from .demand import fail_hopeless
-from .group_controller import GroupController
-from .job import Job
-from .polling import QueuePoller
-from .publishing import JobPublisher
-from .state import ClusterState
+from .group import Group
+from .job import Job, Policy
 
-#: Seconds for each job, and at most, from a step to the next one that is for workers which come or
-#: go. A step looks at all jobs and takes about 0.015 ms for each.
+T = TypeVar("T")
+#: Longest pause between two queries of a queue that does not answer.
+BACK_OFF_S = 120.0
+#: Pause after a step in seconds for each job, and at most: a step looks at all jobs and takes about
+#: 0.015 ms for each, and many workers may come at once.
 STEP_PAUSE_S, STEP_PAUSE_MAX_S = 1e-3, 1.0
+#: Least seconds between two writings of the jobs' reports.
+REPORT_PAUSE_S = 0.5
+#: Seconds that jobs get to end by themselves when their scheduler closes; seconds between two
+#: requests to cancel them; seconds until all must be gone.
+END_S, REPEAT_S, CLOSE_S = 3.0, 10.0, 60.0
 
 
 class WorkerEvents(SchedulerPlugin):
-    """Tells of every worker that comes, goes or dies, and of the scheduler's end."""
+    """Plug-in that passes on workers that come, go or die, and the scheduler's end."""
 
     name = "hpcdask-arrivals"
 
-    def __init__(self, poke: Callable[[], None], over: Callable[[], None]) -> None:
-        self._poke = poke
-        self._over = over
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """See `SchedulerPlugin.add_worker`."""
         send_at_once(scheduler.stream_comms[worker])
-        self._poke()
+        self._controller.wake()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """See `SchedulerPlugin.remove_worker`."""
-        self._poke()
+        self._controller.wake()
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """See `SchedulerPlugin.log_event`: what a nanny on a node says of its worker's death."""
+        """See `SchedulerPlugin.log_event`: a nanny's line on its worker's death."""
         if topic == DIED:
             say(str(msg))
 
     async def before_close(self) -> None:
         """See `SchedulerPlugin.before_close`."""
-        self._over()
+        self._controller.scheduler_closes()
 
 
-class JobController:
-    """The jobs of one cluster, kept at the number that is wanted of each of its groups.
+class Controller:
+    """Control of the jobs of a cluster, which come in groups.
 
-    A cluster without groups is one, whose name is empty. `over` is called when somebody else closes
-    the scheduler.
+    Three tasks run: one queries the queue once per interval, one submits, cancels and retires what
+    each group wants, and one writes the jobs' reports where `hpcdask list --jobs` reads them.
+    Commands of the queue run in threads. `closing`: from now on, the end of a worker or a job is
+    meant. `settled` is notified after each step. `over` is called when somebody else closes the
+    scheduler.
     """
 
     def __init__(
         self,
-        states: Sequence[ClusterState],
+        scheduler: Scheduler,
         queue: Queue,
         folder: ClusterFolder,
         *,
         poll_interval_s: float,
+        say: Callable[[str], None],
         over: Callable[[], None] = lambda: None,
     ) -> None:
-        self.poll_interval_s = poll_interval_s
+        self.scheduler = scheduler
+        self.queue = queue
         self.folder = folder
-        self.scheduler = states[0].scheduler
+        self.poll_interval_s = poll_interval_s
+        self.say = say
+        self.groups: dict[str, Group] = {}
+        self.closing = False
+        self.settled = asyncio.Condition()
         self._over = over
-        self._poller = QueuePoller(states, queue, interval_s=poll_interval_s, wake=self.wake)
-        self._publisher = JobPublisher(states, folder)
-        self.groups = {
-            state.group: GroupController(state, queue, folder, self._poller, self.wake)
-            for state in states
-        }
+        self._warned: set[str] = set()
         self._changed = asyncio.Event()
-        self._settled = asyncio.Condition()
-        self._stepped = 0.0
-        self._due: asyncio.TimerHandle | None = None
-        self._loop: asyncio.Task[None] | None = None
+        self._reporting = asyncio.Event()
+        self._reading = asyncio.Lock()
+        self._nannies: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reports: asyncio.Task[None] | None = None
+
+    def add_group(self, name: str, size: int, policy: Policy, **resources: float) -> Group:
+        """Add a group of jobs of `size` workers, each of which has these resources."""
+        self.groups[name] = Group(self, name, size, policy, resources)
+        return self.groups[name]
 
     # What the cluster asks
 
     def start(self) -> None:
         """Begin to watch. Nothing is asked of the queue before there is a job."""
         retire.ignore_removed(self.scheduler)
-        self.scheduler.add_plugin(WorkerEvents(self._wake_soon, self._scheduler_closes))
-        self._loop = asyncio.create_task(self._watch())
+        self.scheduler.add_plugin(WorkerEvents(self))
+        self.spawn(self._act())
+        self.spawn(self._query())
+        self._reports = asyncio.create_task(self._report())
 
     def jobs(self) -> list[Job]:
-        """All jobs of all groups."""
-        return [job for group in self.groups.values() for job in group.state.jobs.values()]
+        """Return all jobs of all groups, including those that are over."""
+        return [job for group in self.groups.values() for job in group.all_jobs()]
 
     @property
     def failure(self) -> HpcdaskError | None:
-        """Why a group submits no more jobs, of the first that fails; None while all is well."""
+        """Return the error of the first group that submits no more jobs; None while all is well."""
         return next(filter(None, (group.failure for group in self.groups.values())), None)
 
     @property
     def waits(self) -> str:
-        """Why jobs may wait for ever, if they do."""
+        """Return why jobs may wait for ever; empty if none does."""
         return "; ".join(filter(None, (group.waits for group in self.groups.values())))
 
-    @property
-    def is_closing(self) -> bool:
-        """Return whether the end of a worker or a job is meant."""
-        return any(group.state.closing for group in self.groups.values())
-
     def wake(self) -> None:
-        """Something has changed: decide again."""
+        """Decide again, since something has changed."""
         self._changed.set()
 
-    def _wake_soon(self) -> None:
-        """A worker came or went. Others may follow: they are seen in one step, not in one each."""
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task that ends with the controller."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-        def wake() -> None:
-            self._due = None
-            self.wake()
+    def tell(self, message: Callable[[Job, ClusterFolder], str], job: Job) -> None:
+        """Say something about a job that needs a look at its logs."""
 
-        if self._due is None and not self._changed.is_set():  # else a step is about to see it
-            count = sum(len(group.state.jobs) for group in self.groups.values())
-            pause = min(STEP_PAUSE_MAX_S, STEP_PAUSE_S * count)
-            left = self._stepped + pause - time.monotonic()
-            self._due = asyncio.get_running_loop().call_later(max(0.0, left), wake)
+        async def tell() -> None:
+            self.say(await self.read(message, job))
+
+        self.spawn(tell())
+
+    async def read(self, make: Callable[..., T], *facts: Any) -> T:
+        """Return what `make` makes of these facts and the folder, whose file system may be slow."""
+        async with self._reading:  # in their order
+            return await asyncio.to_thread(make, *facts, self.folder)
 
     async def wait_submitted(self, names: Iterable[str]) -> None:
         """Wait until the wanted jobs of these groups are submitted, or cannot be.
 
-        Raises why the first of those that cannot be is not, once all have been tried.
+        Raises the error of the first that cannot, once all have been tried.
         """
-        waits = [self.groups[name].wait_submitted(self._settled) for name in names]
+        waits = [self.groups[name].wait_submitted() for name in names]
         for problem in await asyncio.gather(*waits, return_exceptions=True):
             if problem is not None:
                 raise problem
 
-    def _scheduler_closes(self) -> None:
-        if not self.is_closing:
+    def warn(self, subject: str, text: str) -> None:
+        """Tell about a state of things once, until `clear_warnings`."""
+        if subject not in self._warned:
+            self._warned.add(subject)
+            self.say(f"warning: {text}")
+
+    def clear_warnings(self, *subjects: str) -> None:
+        """Forget these states of things, which are over; without any, all."""
+        self._warned.difference_update(subjects or tuple(self._warned))
+
+    def scheduler_closes(self) -> None:
+        """End, since somebody else closes the scheduler, unless the end is meant."""
+        if not self.closing:
             for group in self.groups.values():
                 group.failure = ClusterError(messages.SHUT_DOWN)
-            self._say(f"error: {messages.SHUT_DOWN}")
-            self.closing()
+            self.say(f"error: {messages.SHUT_DOWN}")
+            self.expect_end()
             self._over()
 
-    def closing(self) -> None:
-        """From now on, the end of a worker or a job is meant."""
-        for group in self.groups.values():
-            group.state.closing = True
+    def expect_end(self) -> None:
+        """Take the end of a worker or a job for meant from now on."""
+        self.closing = True
         self.wake()
 
     async def close(self) -> None:
         """Cancel every job, and see that they are gone.
 
-        Raises QueueError if some are still in the queue; the message names them.
+        Raises QueueError if some are still in the queue; the message names them. It may be called
+        again then.
         """
-        self.closing()
-        groups = self.groups.values()
-        await asyncio.gather(*(group.finish_submission(self._settled) for group in groups))
-        if self._loop is not None:
-            self._loop.cancel()
-        loop = [] if self._loop is None else [self._loop]
-        ending = [task for group in groups for task in group.terminator.stop()]
-        tasks = [*loop, *self._poller.stop(), *ending]
-        await asyncio.gather(*tasks, return_exceptions=True)
-        ends = (group.end_all(self._look) for group in groups)
-        problems = [one for one in await asyncio.gather(*ends, return_exceptions=True) if one]
-        if any(isinstance(problem, QueueError) for problem in problems):
-            await self._publisher.forget()
-        await asyncio.gather(*self._publisher.stop(), return_exceptions=True)
-        if problems and all(isinstance(problem, QueueError) for problem in problems):
-            raise QueueError("; ".join(map(str, problems)))
-        for problem in problems:
-            raise problem
+        self.expect_end()
+        for group in self.groups.values():
+            await group.finish_submission()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._reporting.set()
+        try:
+            await self._end_jobs()
+        finally:
+            if self._reports is not None:
+                self._reports.cancel()
+                await asyncio.wait([self._reports])
+            if self._live():  # only the queue tells of them now
+                with contextlib.suppress(OSError, RuntimeError):
+                    await asyncio.to_thread(self.folder.write_report, ClusterReport())
 
-    # The loop
+    # The queue
 
-    async def _watch(self) -> None:
-        while not self.is_closing:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._pause()):
-                    await self._changed.wait()
+    def _live(self) -> list[str]:
+        return [job_id for group in self.groups.values() for job_id in group.live()]
+
+    async def _query(self) -> None:
+        """Query the queue about all jobs, one interval apart, or more while it does not answer."""
+        failed, due = 0, 0.0
+        while True:
+            await asyncio.sleep(self.poll_interval_s)
+            self.wake()  # for what is put off, and for Dask tasks that would wait for ever
+            ids = self._live()
+            if not ids or time.monotonic() < due:
+                continue
+            try:
+                seen = await self.ask(ids)
+            except Exception as error:  # an answer that makes no sense may be any exception
+                failed += 1
+                pause = self.poll_interval_s * (2 ** min(failed, 10) - 1)
+                due = time.monotonic() + min(pause, BACK_OFF_S)
+                unknown = "What the jobs do is unknown until it answers"
+                self.warn("query", f"{messages.words(error)}. {unknown}")
+            else:
+                failed, due = 0, 0.0
+                self.clear_warnings("query")
+                self.observe(set(ids), seen)
+                self.wake()
+
+    async def ask(self, ids: Collection[str]) -> dict[str, QueueStatus]:
+        """Query the queue, and its accounting for the jobs that have left it."""
+        seen = await self.queue.query(ids)
+        if gone := [job_id for job_id in ids if job_id not in seen]:
+            try:
+                seen |= await self.queue.departed(gone)
+                self.clear_warnings("accounting")
+            except Exception as error:  # must not hide what the queue has shown
+                unknown = "How jobs ended is not known without it"
+                self.warn("accounting", f"{messages.words(error)}. {unknown}")
+        return seen
+
+    def observe(self, asked: Collection[str], seen: dict[str, QueueStatus]) -> None:
+        """Fold in the queue's answer and which workers there are."""
+        for group in self.groups.values():
+            group.observe(asked, seen)
+        self._reporting.set()
+
+    async def _end_jobs(self) -> None:
+        start, pause, problem = time.monotonic(), 0.1, ""
+        requests = itertools.chain([0.0], itertools.count(END_S, REPEAT_S))
+        due_s = next(requests)
+        while ids := self._live():
+            passed_s = time.monotonic() - start
+            try:
+                if passed_s >= due_s:
+                    arrived = {job.id for job in self.jobs() if job.arrived}
+                    # those that run were told by the scheduler to end, and do so in better order
+                    chosen = ids if due_s else [job_id for job_id in ids if job_id not in arrived]
+                    due_s = next(requests)
+                    if chosen:
+                        await self.queue.cancel(chosen)
+                        for group in self.groups.values():
+                            group.mark(chosen, cancelled=True)
+                self.observe(set(ids), await self.ask(ids))
+            except QueueError as error:
+                problem = f" ({error})"
+            if not (left := self._live()):
+                return
+            if passed_s > CLOSE_S:
+                raise QueueError(
+                    f"these jobs are still in the queue {CLOSE_S:g} s after they were cancelled"
+                    f"{problem}: {', '.join(left)}. See them with: hpcdask list --jobs, and end "
+                    f"them with: hpcdask down {self.folder.name}"
+                )
+            await asyncio.sleep(pause)
+            pause = min(1.5 * pause, 2.0)
+
+    # Acting
+
+    async def _act(self) -> None:
+        while not self.closing:
+            await self._changed.wait()
             self._changed.clear()
             try:
                 self._step()
             except Exception as error:  # a mistake here must not leave the jobs unwatched
-                self._say(f"error: {type(error).__name__}: {error}")
+                self.say(f"error: {type(error).__name__}: {error}")
                 await asyncio.sleep(self.poll_interval_s)
-            async with self._settled:
-                self._settled.notify_all()
-            self._stepped = time.monotonic()
-
-    def _pause(self) -> float | None:
-        """Seconds until something is due by itself; None for never."""
-        dues = [self._poller.pause(), *(group.retry_s() for group in self.groups.values())]
-        times = [due for due in dues if due is not None]
-        if self.failure is not None:  # Dask tasks that come now would wait for ever
-            times.append(self.poll_interval_s)
-        return max(0.0, min(times)) if times else None
+            async with self.settled:
+                self.settled.notify_all()
+            await asyncio.sleep(min(STEP_PAUSE_MAX_S, STEP_PAUSE_S * len(self._live())))
 
     def _step(self) -> None:
-        self._observe(*self._poller.take())
-        if not self.is_closing:
+        self.observe(set(), {})
+        if not self.closing:
             for group in self.groups.values():
                 group.act()
-            fail_hopeless(list(self.groups.values()))
-            self._poller.poll()
+            self._fail_hopeless()
 
-    def _observe(self, asked: set[str], seen: dict[str, QueueStatus]) -> None:
-        for group in self.groups.values():
-            group.observe(asked, seen)
-        self._publisher.publish()
+    def _fail_hopeless(self) -> None:
+        """Fail the Dask tasks that only groups without jobs could run which submit no more."""
+        groups = list(self.groups.values())
+        ended = [group for group in groups if group.failure is not None and not group.live()]
 
-    async def _look(self) -> None:
-        """Ask the queue now."""
-        ids = self._poller.live()
-        self._observe(set(ids), await self._poller.ask(ids))
+        def hopeless(ts: TaskState) -> bool:
+            able = [group for group in groups if group.can_run(ts)]
+            return bool(able) and all(group in ended for group in able)
 
-    def _say(self, line: str) -> None:
-        next(iter(self.groups.values())).state.say(line)
+        for group in ended:
+            assert group.failure is not None
+            if len(ended) < len(groups):
+                retire.fail_waiting(self.scheduler, group.failure, hopeless)
+            elif not self.scheduler.workers:
+                retire.fail_waiting(self.scheduler, group.failure)
+
+    # Telling other processes
+
+    async def _report(self) -> None:
+        """Write the jobs' reports when they change, in a thread and one writing at a time."""
+        last: ClusterReport | None = ClusterReport(address=self.scheduler.address)
+        while True:
+            await self._reporting.wait()
+            self._reporting.clear()
+            failed = f"the cluster submits no more jobs: {self.failure}" if self.failure else ""
+            report = ClusterReport(
+                tuple(job.report() for job in self.jobs() if job.state not in OVER),
+                self.scheduler.address,
+                self._known_nannies(),
+                failed or self.waits,
+            )
+            if report == last:
+                continue
+            last = report
+            try:
+                await asyncio.to_thread(self.folder.write_report, report)
+                self.clear_warnings("reports")
+            except RuntimeError:  # at the end of Python there are no threads
+                return
+            except Exception as error:  # the jobs go on without
+                last = None
+                if not self.closing:
+                    self.warn("reports", f"hpcdask list cannot be told of the jobs: {error}")
+            await asyncio.sleep(REPORT_PAUSE_S)
+
+    def _known_nannies(self) -> dict[str, str]:
+        """Return the nannies of workers that are or were there, while their jobs are not over."""
+        for ws in self.scheduler.workers.values():
+            self._nannies[str(ws.name)] = ws.nanny or ""
+        live = set(self._live())
+        self._nannies = {
+            name: address
+            for name, address in self._nannies.items()
+            if any(group.job_of(name) in live for group in self.groups.values())
+        }
+        return self._nannies

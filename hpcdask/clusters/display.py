@@ -20,7 +20,7 @@ ROWS = 50
 
 
 class JobTable(tuple[Job, ...]):
-    """The jobs of a cluster, in the order in which they were submitted.
+    """Table of the jobs of a cluster, in the order in which they were submitted.
 
     A tuple of `hpcdask.clusters.job.Job`, with times as unix times in seconds and memory in bytes.
     It is shown as a table. Its column ``age`` is the time since the job started, or since it was
@@ -83,7 +83,7 @@ def _row(job: Job, now: float) -> tuple[str, ...]:
 
 
 def age(seconds: float) -> str:
-    """Hours, minutes and seconds, such as ``1:00:00``."""
+    """Return hours, minutes and seconds, such as ``1:00:00``."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"
@@ -137,7 +137,7 @@ def html(
 def chosen_jobs(
     ids: Iterable[str | int | Iterable[str | int]], known: Collection[str]
 ) -> list[str]:
-    """Ids of jobs from ids and lists of them."""
+    """Return ids of jobs from ids and lists of them; raise UsageError for unknown ones."""
     asked: list[str] = []
     for some in ids:
         asked += [str(some)] if isinstance(some, str | int) else map(str, some)

@@ -1,26 +1,240 @@
-"""The keywords of the cluster classes: which there are, and which values each of them takes."""
+"""Keywords of the cluster classes, with types and texts, and the values that they take.
+
+A class names one of the dicts here. From it come what type checkers and editors know, the class's
+signature and docstring, and the names that its configuration may have. None stands for a value that
+nobody gave.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
+import functools
 import inspect
-import shlex
-import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
+
+from distributed import Scheduler, Security
 
 from hpcdask.errors import UsageError
-from hpcdask.queues.base import Queue
-from hpcdask.spec.parsing import parse_memory, parse_seconds
-from hpcdask.spec.signatures import Keyword, optional
+from hpcdask.spec.keywords import Protocol, WorkerKeywords
+from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT, parse_memory, parse_seconds
+from hpcdask.spec.signatures import Keyword
 from hpcdask.spec.specs import WorkerSpec, keywords_of
 
-from .configuration import configured
+Time = str | float | timedelta
+WorkerCommand = Literal["distributed.cli.dask_worker", "hpcdask.worker"]
 
-SPEC_FIELDS = {field.name for field in dataclasses.fields(WorkerSpec)}
+
+class OwnKeywords(TypedDict, total=False):
+    """Keywords of hpcdask, which all classes take."""
+
+    groups: Annotated[
+        Mapping[str, Mapping[str, Any]] | None,
+        "Workers of several kinds: the keywords of each group's jobs, by its name. Those that a "
+        "group does not give are the cluster's. Default: one kind.",
+    ]
+    gpus_per_job: Annotated[
+        int | None,
+        "GPUs that each job requests, on all its nodes together; the job starts one worker per "
+        'GPU. Default: 1; 0 with ``device="cpu"``, and then ``processes`` workers per job. '
+        "Directives of your own that request GPUs count.",
+    ]
+    gpu_type: Annotated[str | None, 'Type of GPU in the site\'s words, such as ``"h200"``.']
+    nodes_per_job: Annotated[
+        int | None, "Nodes of each job, among which its GPUs are shared evenly. Default: 1."
+    ]
+    protocol: Annotated[
+        Literal[Protocol, "tls", "tls://", "tcp://", "ucx://"] | None,
+        'Between workers; all else is tcp. Default: ``"auto"``, ucx where there are fast links.',
+    ]
+    poll_interval: Annotated[Time | None, "Time between two queries of the queue. Default: 5 s."]
+    start_timeout: Annotated[
+        Time | None, "Time that a running job's workers get to connect. Default: 300 s."
+    ]
+    deaths_max: Annotated[
+        int | None,
+        "Jobs that may die within an hour before no more are submitted; preempted ones do not "
+        "count. Default: three times the wanted ones, 10 at least.",
+    ]
+    security: Annotated[
+        Security | bool | None,
+        "Credentials. Default: new ones for this cluster (TLS); False for none.",
+    ]
+    shared_temp_directory: Annotated[
+        str | None,
+        "Folder on a file system that the nodes share, for scripts, logs and keys (0700); may have "
+        "variables, such as ``/scratch/$USER``. Default: the variable ``HPCDASK_HOME``, or "
+        "``~/.hpcdask``.",
+    ]
+    config_name: Annotated[
+        str | None,
+        "Section of the configuration to read instead of the system's own, from which comes what "
+        "it leaves out.",
+    ]
+    name: Annotated[str | None, "Name of the cluster. Default: a random one."]
+    detached: Annotated[
+        bool,
+        "The scheduler and the control of jobs run in a process of their own, which outlives this "
+        "one. Default: False. See `hpcdask.attach`.",
+    ]
+    scheduler_job: Annotated[
+        dict[str, Any] | None,
+        "Of a detached cluster: keywords of its scheduler's job. Default: one core and 4 GiB, and "
+        "queue, account and walltime of the workers' jobs. None for a process of this host.",
+    ]
+    scheduler_timeout: Annotated[
+        Time | None,
+        "Time that the scheduler's job gets to start before an error says so; it goes on to wait. "
+        "Default: 600 s.",
+    ]
+    idle_timeout: Annotated[
+        Time | None,
+        "Time without clients, attached notebooks and Dask tasks after which a detached cluster "
+        "ends. Default: 3600 s.",
+    ]
+    scheduler_options: Annotated[
+        dict[str, Any] | None,
+        'Passed to the scheduler, such as ``{"interface": "eth0", "dashboard_address": '
+        '":8788"}``. The dashboard listens on 127.0.0.1 if nothing is said of it.',
+    ]
+    silence_logs: Annotated[
+        int | str | bool,
+        "Level below which distributed's messages in this process are left out while the cluster "
+        'lives. Default: ``"error"``; False for none.',
+    ]
+    asynchronous: Annotated[bool, "Use it with ``async with``."]
+    loop: Annotated[Any, "Event loop. Default: a new one in a thread."]
+    scheduler_cls: Annotated[
+        type[Scheduler], "Class of the scheduler, in place of distributed's own."
+    ]
+
+
+class ClusterKeywords(OwnKeywords, WorkerKeywords, total=False):
+    """Keywords that all classes take: hpcdask's, the workers', and dask-jobqueue's of every job."""
+
+    cores: Annotated[int | None, "CPU cores of each job."]
+    memory: Annotated[
+        str | int | float | None,
+        'Host memory of each job, such as ``"64GiB"``. With SLURM a directive such as '
+        "``--mem-per-gpu=40G`` takes its place.",
+    ]
+    job_script_prologue: Annotated[
+        list[str] | None,
+        'Lines of shell before the workers start, such as ``["module load cuda"]``.',
+    ]
+    job_directives_skip: Annotated[
+        list[str] | None,
+        "Directives that contain one of these texts are left out, the request of GPUs too.",
+    ]
+    job_name: Annotated[str | None, "Name of the jobs in the queue."]
+    processes: Annotated[
+        int | None, "Workers of each job that has no GPUs. Default: by the number of cores."
+    ]
+    worker_extra_args: Annotated[
+        list[str] | None, "The workers' options in dask's or dask-cuda's words."
+    ]
+    log_directory: Annotated[
+        str | None, "Folder for the jobs' logs. Default: in the cluster's own."
+    ]
+    python: Annotated[str | None, "Shell words that start Python in a job. Default: this Python."]
+    shebang: Annotated[str | None, "First line of the jobs' script."]
+    job_extra: Annotated[list[str] | None, "Old name of ``job_extra_directives``."]
+    header_skip: Annotated[list[str] | None, "Old name of ``job_directives_skip``."]
+    env_extra: Annotated[list[str] | None, "Old name of ``job_script_prologue``."]
+    extra: Annotated[list[str] | None, "Old name of ``worker_extra_args``."]
+    nanny: Annotated[Literal[True] | None, "Every worker has one."]
+    worker_command: Annotated[
+        WorkerCommand | None,
+        "Jobs start hpcdask's own worker, whatever it is.",
+    ]
+
+
+class QueueKeywords(ClusterKeywords, total=False):
+    """Keywords of all systems but HTCondor."""
+
+    walltime: Annotated[
+        str | None,
+        "In the system's own form. Workers hand over what they hold before it is reached, and the "
+        "job is replaced.",
+    ]
+    queue: Annotated[str | None, "The queue (SLURM's partition)."]
+    job_extra_directives: Annotated[
+        list[str] | None, "More directives, without what each begins with."
+    ]
+
+
+class _Account(TypedDict, total=False):
+    account: Annotated[str | None, "What jobs are charged to."]
+
+
+class _Project(TypedDict, total=False):
+    project: Annotated[
+        str | None, "What jobs are charged to; the old name of ``account`` where there is one."
+    ]
+
+
+class _ResourceSpec(TypedDict, total=False):
+    resource_spec: Annotated[str | None, "What each job asks for, in the system's words."]
+
+
+class SLURMKeywords(QueueKeywords, _Account, _Project, total=False):
+    """Keywords of `SLURMCUDACluster`."""
+
+    gpu_request: Annotated[
+        Literal["gres", "gpus-per-node", "gpus"] | None,
+        "How the site takes the request of GPUs. Default: gres.",
+    ]
+    job_cpu: Annotated[int | None, "Cores that a job asks for. Default: ``cores``."]
+    job_mem: Annotated[
+        str | None, "Memory that a job asks for, in SLURM's form. Default: ``memory``."
+    ]
+
+
+class LSFKeywords(QueueKeywords, _Project, total=False):
+    """Keywords of `LSFCUDACluster`."""
+
+    ncpus: Annotated[int | None, "Cores that a job asks for. Default: ``cores``."]
+    mem: Annotated[int | None, "Memory that a job asks for, in bytes. Default: ``memory``."]
+    lsf_units: Annotated[
+        str | None, "Unit of memory in LSF's limits, such as MB. Default: as configured."
+    ]
+    use_stdin: Annotated[bool | None, "Of dask-jobqueue; it has no effect here."]
+
+
+class SGEKeywords(QueueKeywords, _Project, _ResourceSpec, total=False):
+    """Keywords of `SGECUDACluster` and `LocalCUDAJobCluster`."""
+
+
+class PBSKeywords(SGEKeywords, _Account, total=False):
+    """Keywords of `PBSCUDACluster` and `MoabCUDACluster`."""
+
+
+class OARKeywords(SGEKeywords, total=False):
+    """Keywords of `OARCUDACluster`."""
+
+    memory_per_core_property_name: Annotated[
+        str | None, "OAR's property with the memory of a core, such as memcore; or not_applicable."
+    ]
+
+
+class HTCondorKeywords(ClusterKeywords, total=False):
+    """Keywords of `HTCondorCUDACluster`."""
+
+    job_extra_directives: Annotated[dict[str, Any] | None, "More lines of the submit description."]
+    disk: Annotated[str | int | None, 'Disk of each job, such as ``"1GB"``.']
+    submit_command_extra: Annotated[list[str] | None, "Of dask-jobqueue; it has no effect here."]
+    cancel_command_extra: Annotated[list[str] | None, "Of dask-jobqueue; it has no effect here."]
+
+
+OWN = frozenset(["n_workers", *OwnKeywords.__annotations__])
+SPEC_FIELDS = frozenset(WorkerSpec.__dataclass_fields__)
+#: Keywords that have a meaning in the process that makes the cluster only, or name one cluster.
+NOT_CONFIGURED = {"n_workers", "groups", "name", "config_name", "detached", "scheduler_job"}
+NOT_CONFIGURED |= {"security", "asynchronous", "loop", "scheduler_cls", "silence_logs"}
+#: What distributed's `Adaptive` takes beside the bounds. It takes other words too, and drops them.
+ADAPTIVE = ("interval", "memory_ratio", "target_duration", "wait_count", "worker_key")
 #: What others call a keyword.
 MEANT = {
     **dict.fromkeys(("gpus", "ngpus", "n_gpus", "num_gpus", "gpus_per_node"), "gpus_per_job"),
@@ -33,66 +247,29 @@ MEANT = {
     "partition": "queue",
     "workers": "n_workers",
 }
-#: dask-jobqueue's names of what `WorkerSpec` has too, or has under another name.
-SHARED = {"interface", "local_directory", "death_timeout"}
-#: Lines of shell, which may hold any character.
-SHELL = {"job_script_prologue", "env_extra"}
-#: What stands for a scheduler's job of which nothing is said.
-USUAL_JOB: dict[str, Any] = {}
-#: Keywords of dask-jobqueue's classes, their types and texts; those that one system alone has stand
-#: with its queue.
-OF_JOBS: tuple[tuple[str, Any, str], ...] = (
-    ("cores", int, "CPU cores of each job."),
-    ("memory", str | int | float, 'Host memory of each job, such as ``"64GiB"``.'),
-    (
-        "walltime",
-        str,
-        (
-            "In the system's own form. Workers hand over what they hold before it is reached, and "
-            "the job is replaced."
-        ),
-    ),
-    ("queue", str, "The queue (SLURM's partition)."),
-    ("account", str, "What jobs are charged to."),
-    ("project", str, "What jobs are charged to; the old name of ``account`` where there is one."),
-    ("resource_spec", str, "What each job asks for, in the system's words."),
-    (
-        "job_script_prologue",
-        list[str],
-        'Lines of shell before the workers start, such as ``["module load cuda"]``.',
-    ),
-    ("job_extra_directives", list[str], "More directives, without what each begins with."),
-    ("job_directives_skip", list[str], "Directives that contain one of these texts are left out."),
-    ("job_name", str, "Name of the jobs in the queue."),
-    ("processes", int, "Workers of each job that has no GPUs. Default: by the number of cores."),
-    ("worker_extra_args", list[str], "The workers' options in dask's or dask-cuda's words."),
-    ("log_directory", str, "Folder for the jobs' logs. Default: in the cluster's own."),
-    ("python", str, "Shell words that start Python in a job. Default: this Python."),
-    ("shebang", str, "First line of the jobs' script."),
-    ("job_extra", list[str], "Old name of ``job_extra_directives``."),
-    ("header_skip", list[str], "Old name of ``job_directives_skip``."),
-    ("env_extra", list[str], "Old name of ``job_script_prologue``."),
-    ("extra", list[str], "Old name of ``worker_extra_args``."),
-    ("nanny", Literal[True], "Every worker has one."),
-    (
-        "worker_command",
-        Literal["distributed.cli.dask_worker", "hpcdask.worker"],
-        "Jobs start hpcdask's own worker, whatever it is.",
-    ),
-)
 
 
-def keywords_of_cluster(queue: type[Queue], job_cls: type) -> list[Keyword]:
-    """Return the keywords that only this system's class takes."""
-    known = {name: Keyword(name, *rest) for name, *rest in (*OF_JOBS, *queue.keywords)}
-    there = {name for name, *_ in queue.keywords} | job_keywords(job_cls) - SPEC_FIELDS
-    of_jobs = [one for name, one in known.items() if name in there]
-    of_jobs += [Keyword(name, Any, "As in dask-jobqueue.") for name in sorted(there - set(known))]
-    return [optional(one) for one in (*of_jobs, *keywords_of(WorkerSpec))]
+@functools.cache
+def types_of(keywords: type) -> dict[str, Any]:
+    """Return the types of a class's keywords, by name."""
+    return {"n_workers": int, **get_type_hints(keywords)}
+
+
+def keywords_of_class(keywords: type) -> list[Keyword]:
+    """Return the keywords of a class; those of workers have their texts in `WorkerSpec`."""
+    texts = {one.name: one.text for one in keywords_of(WorkerSpec)}
+    texts["n_workers"] = "Workers to start with."
+    for name, hint in get_type_hints(keywords, include_extras=True).items():
+        if hasattr(hint, "__metadata__"):
+            texts[name] = hint.__metadata__[0]
+    return [
+        Keyword(name, kind, texts.get(name, "As in dask-jobqueue."))
+        for name, kind in types_of(keywords).items()
+    ]
 
 
 def job_keywords(job_cls: type) -> set[str]:
-    """The keywords that a Job class of dask-jobqueue takes, its bases' included."""
+    """Return the keywords that a Job class of dask-jobqueue takes, its bases' included."""
     names: set[str] = set()
     for base in job_cls.__mro__:
         if base.__name__ == "ProcessInterface":
@@ -101,79 +278,61 @@ def job_keywords(job_cls: type) -> set[str]:
     return names - {"self", "args", "kwargs", "base_class_kwargs", "scheduler", "name", "security"}
 
 
-def check_names(given: Collection[str], own: Collection[str], known: Collection[str]) -> None:
-    """Refuse what is neither the job's (`known`) nor the workers'; `own` are the cluster's."""
-    unknown = sorted(set(given) - set(known) - SPEC_FIELDS)
-    if not unknown:
+def make_keywords(name: str, job_cls: type, more: Iterable[str]) -> type:
+    """Return the dict of a class for a system of another package, whose Job class says the rest."""
+    known: dict[str, Any] = {}
+    for one in (SLURMKeywords, LSFKeywords, PBSKeywords, OARKeywords):
+        known |= get_type_hints(one, include_extras=True)
+    taken = {*OWN, *SPEC_FIELDS, *job_keywords(job_cls), *more}
+    hints = {keyword: known.get(keyword, Any) for keyword in [*known, *more] if keyword in taken}
+    hints |= dict.fromkeys(sorted(taken - hints.keys()), Any)
+    made: type = TypedDict(name, hints, total=False)  # type: ignore[misc]
+    return made
+
+
+def check_names(given: Iterable[str], known: Collection[str]) -> None:
+    """Raise UsageError unless all of these keywords are known; it names the nearest."""
+    for keyword in ("dashboard_address", "host"):
+        if keyword in given:
+            raise UsageError(
+                f'{keyword} belongs to the scheduler: scheduler_options={{"{keyword}": …}}'
+            )
+    if not (unknown := sorted(set(given) - set(known))):
         return
-    near = difflib.get_close_matches(unknown[0], [*own, *known, *SPEC_FIELDS], 1)
-    hints = [MEANT[unknown[0]]] if unknown[0] in MEANT else near
+    meant = [MEANT[unknown[0]]] if unknown[0] in MEANT else []
+    hints = meant or difflib.get_close_matches(unknown[0], known, 1)
+    of_jobs = sorted(set(known) - OWN - SPEC_FIELDS)
     raise UsageError(
-        f"unknown keyword {', '.join(unknown)}: {f'did you mean {hints[0]}? ' if hints else ''}"
-        f"There are those of hpcdask's clusters ({', '.join(sorted(own))}), of the workers "
-        f"({', '.join(sorted(SPEC_FIELDS))}) and of dask-jobqueue ({', '.join(sorted(known))})"
+        f"unknown keyword {', '.join(unknown)}: "
+        + (
+            f"did you mean {hints[0]}?"
+            if hints
+            else f"There are those of hpcdask's clusters ({', '.join(sorted(OWN))}), of the "
+            f"workers ({', '.join(sorted(SPEC_FIELDS))}) and of jobs ({', '.join(of_jobs)})"
+        )
     )
 
 
-def refuse_other_workers(given: Mapping[str, Any]) -> None:
-    """Refuse another program in place of the worker, or no nanny."""
-    if given.get("worker_command") not in (None, "distributed.cli.dask_worker", "hpcdask.worker"):
+def check_values(settings: Mapping[str, Any], keywords: type) -> None:
+    """Raise UsageError for values whose kind is wrong.
+
+    A text for a list would be taken for a list of its characters.
+    """
+    for name, hint in types_of(keywords).items():
+        value = settings.get(name)
+        if value and isinstance(value, str) and hint in (list[str] | None, dict[str, Any] | None):
+            raise UsageError(f"{name}={value!r} is a text: give a list, [{value!r}]")
+    if settings.get("worker_command") not in (None, *get_args(WorkerCommand)):
         raise UsageError(
-            f"worker_command={given['worker_command']!r}: jobs start hpcdask's own worker, which "
-            f"takes the place of dask_cuda.cli. Leave it out"
+            f"worker_command={settings['worker_command']!r}: jobs start hpcdask's own worker, "
+            f"which takes the place of dask_cuda.cli. Leave it out"
         )
-    if given.get("nanny") is False:
+    if settings.get("nanny") is False:
         raise UsageError("nanny=False: every worker has a nanny, which restarts it. Leave it out")
 
 
-def refuse_detached(
-    detached: bool, scheduler_job: Any, scheduler_timeout: Any, idle_timeout: Any
-) -> None:
-    """Refuse what belongs to a detached cluster, which is made before one comes here."""
-    if detached:
-        raise UsageError(
-            "detached=True: a class with an __init__ of its own cannot be detached, since the "
-            "cluster's process does not know it. Use the class of hpcdask"
-        )
-    if scheduler_job is not USUAL_JOB or scheduler_timeout is not None or idle_timeout is not None:
-        raise UsageError(
-            "scheduler_job, scheduler_timeout and idle_timeout are for clusters with detached=True"
-        )
-
-
-def refuse_texts(queue: Queue, for_job: Mapping[str, Any], config_name: str) -> None:
-    """Refuse a text for a list, which would be taken for a list of its characters."""
-    for name, takes, _ in (*OF_JOBS, *queue.keywords):
-        value = configured(name, for_job, config_name)
-        if value and isinstance(value, str) and takes in (list[str], dict[str, Any]):
-            raise UsageError(f"{name}={value!r} is a text: give a list, [{value!r}]")
-
-
-def worker_extra_args(for_job: dict[str, Any], config_name: str) -> dict[str, Any]:
-    """``worker_extra_args`` as fields of `WorkerSpec`; the names are dask's and dask-cuda's."""
-    args = configured("worker_extra_args", for_job, config_name)
-    if (old := configured("extra", for_job, config_name)) is not None:
-        text = "extra has been renamed to worker_extra_args, which counts if both are given"
-        warnings.warn(text, FutureWarning, stacklevel=2)
-    args = args or old or []
-    for_job.pop("extra", None)
-    for_job["worker_extra_args"] = []
-    words = [word for arg in args for word in shlex.split(str(arg))]
-    try:
-        spec = WorkerSpec.from_argv(words)
-    except UsageError as error:
-        raise UsageError(f"worker_extra_args: {error}") from None
-    if spec.name is not None:
-        raise UsageError("worker_extra_args: --name: workers are named after their jobs. Leave it")
-    return {
-        field.name: getattr(spec, field.name)
-        for field in dataclasses.fields(spec)
-        if getattr(spec, field.name) != field.default
-    }
-
-
 def check_memory(value: Any) -> None:
-    """Refuse what a worker may have, and a job may not: no limit, or one that others choose."""
+    """Raise UsageError for no amount of a job's memory: no limit, or a number without its unit."""
     if value is None:
         return
     try:
@@ -185,6 +344,8 @@ def check_memory(value: Any) -> None:
             f"memory: {value!r} is not an amount of memory for a job. "
             f"Accepted: 64GiB, 64GB, 512MiB, 8e9, a number of bytes"
         )
+    if amount < LEAST_MEMORY_LIMIT and str(value).replace(".", "").isdecimal():
+        raise UsageError(f'memory={value} means {amount:,} bytes: write memory="{value}GiB"')
 
 
 def number(value: Any, name: str, of: str, least: int = 0) -> int:
@@ -199,25 +360,6 @@ def number(value: Any, name: str, of: str, least: int = 0) -> int:
     raise UsageError(f"{name}={value!r} is not a number of {of}: {some}, …")
 
 
-def seconds(value: str | float | timedelta | None, name: str) -> float | None:
-    """A time as distributed and the configuration give it."""
+def seconds(value: Time | None, name: str) -> float | None:
+    """Return a time as distributed and the configuration give it, in seconds."""
     return parse_seconds(value.total_seconds() if isinstance(value, timedelta) else value, name)
-
-
-def check_interface(interface: str | None, what: str) -> None:
-    """Refuse an interface that this machine does not have."""
-    if interface is None:
-        return
-    from distributed.utils import get_ip_interface
-
-    try:
-        get_ip_interface(interface)
-    except ValueError:
-        from hpcdask.comm.fabric import interfaces
-
-        has = ", ".join(one.name for one in interfaces(every=True))
-        raise UsageError(
-            f"{what}: this machine has no interface {interface} with an IPv4 address. It has: "
-            f"{has}. If only the nodes have {interface}, name this machine's: "
-            f'scheduler_options={{"interface": "…"}}'
-        ) from None

@@ -5,10 +5,9 @@ from __future__ import annotations
 from hpcdask.errors import HpcdaskError, JobsFailed, NotHere, QueueError
 from hpcdask.jobs.detached import scheduler_job
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.logs import plural
 from hpcdask.queues.base import Queue
 
-from .job import Job, is_stuck
+from .job import Job
 from .reconcile import Failure
 
 #: Why a cluster ends that nobody closed.
@@ -34,38 +33,36 @@ def no_submission(error: HpcdaskError, queue: Queue, folder: ClusterFolder) -> s
 
 
 def job_ended(job: Job, folder: ClusterFolder) -> str:
-    """A job has ended that nobody had ended."""
+    """Return a text on a job that nobody had ended."""
     code = "" if job.exit_code is None else f", exit code {job.exit_code}"
     reason = f" ({job.reason})" if job.reason else ""
-    log = folder.log_path(job.id)
-    return f"job {job.id} has ended: {job.state}{reason}{code}. Log: {log}"
+    return f"job {job.id} has ended: {job.state}{reason}{code}{_log(job, folder)}"
 
 
 def job_stuck(job: Job, folder: ClusterFolder) -> str:
-    """The queue would keep a job for ever."""
+    """Return a text on a job that the queue would keep for ever."""
     return (
         f"job {job.id} is given up, as one that failed: the queue could not start it, and holds it "
-        f"({job.reason}). Log: {folder.log_path(job.id)}"
+        f"({job.reason}){_log(job, folder)}"
     )
 
 
-def jobs_wait(count: int, reason: str, advice: str) -> str:
-    """Jobs wait for something that may never come."""
-    wait = f"{plural(count, 'job')} wait{'s' * (count == 1)}, and may never start: {reason}"
-    return ". ".join(filter(None, [wait, advice]))
+def _log(job: Job, folder: ClusterFolder) -> str:
+    logs = folder.logs_of([job.id])[job.id]
+    return f". Log: {logs[-1]}" if logs else ""
 
 
 def stopped(error: HpcdaskError) -> str:
-    """Nothing more is submitted, and why."""
+    """Return a text that nothing more is submitted, and why."""
     again = "Nothing more is submitted until scale() or adapt() asks again"
     text = str(error)  # its end may be that of a log, in lines of its own
     return f"error: {text}\n{again}" if "\n" in text else f"error: {text}. {again}"
 
 
-def jobs_failed(failure: Failure, folder: ClusterFolder, start_timeout_s: float) -> JobsFailed:
-    """Too many jobs died, or did not start: what the last one did, and where its log is."""
+def jobs_failed(failure: Failure, start_timeout_s: float, folder: ClusterFolder) -> JobsFailed:
+    """Return the error where too many jobs died, or did not start, with the end of the last log."""
     job = failure.job
-    late = job.overdue and not job.arrived and not is_stuck(job)
+    late = job.overdue and not job.arrived and not job.stuck
     what = f"{failure.count} jobs died within an hour"
     if failure.kind == "start":
         did = "brought no workers" if late else "ended before their workers connected"
@@ -76,7 +73,7 @@ def jobs_failed(failure: Failure, folder: ClusterFolder, start_timeout_s: float)
     else:
         code = "unknown" if job.exit_code is None else job.exit_code
         how = ", ".join(filter(None, [str(job.state), job.reason, f"exit code {code}"]))
-    tail = "\n".join(folder.tail(job.id, 10))
+    tail = "\n".join(folder.tails([job.id], 10)[job.id])
     return JobsFailed(
         f"{what}. The last was job {job.id}: {how}. Script and log are in {folder.path}"
         + (f", its log ends:\n{tail}" if tail else f", {NO_LOG}")

@@ -1,4 +1,4 @@
-"""Queue's answer and workers, folded into a Job."""
+"""Pure fold of the queue's answer and the connected workers into a job."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from hpcdask.jobs.state import OVER, WAITING, JobState
 from hpcdask.queues import job_state
 from hpcdask.queues.job_state import QueueState, QueueStatus
 
-from .job import DEFAULT_POLICY, Job, Policy, is_stuck
-from .walltime import expires
+from .job import DEFAULT_POLICY, Job, Policy, expires
+
+#: Seconds that workers which were connected may be gone: a nanny may start one again in this time.
+LOST_AFTER_S = 60.0
 
 
 def observe(
@@ -23,7 +25,7 @@ def observe(
     now: float,
     policy: Policy = DEFAULT_POLICY,
 ) -> Job:
-    """The job after a look at the queue and at its workers; the same object if nothing is new.
+    """Return the job after a look at queue and workers; the same object if nothing is new.
 
     `asked` tells whether there was a query, and `seen` is None if it did not show the job.
     `workers` are its connected ones, of earlier lives too. They tell more than the queue, which
@@ -38,7 +40,6 @@ def observe(
     facts: dict[str, Any] = {
         "workers": names,
         "held": held,
-        "arrived": job.arrived or complete,
         "arrived_at": now if complete and not job.arrived else job.arrived_at,
         "missed": (0 if seen else job.missed + 1) if asked else job.missed,
     }
@@ -51,6 +52,7 @@ def observe(
         asked_for = JobState.COMPLETED if job.leaving else JobState.FAILED
         end = JobState.CANCELLED if job.cancelled else asked_for
         return _changed(job, **facts, state=end, reason="the queue no longer knows it")
+    facts["stuck"] = answer.stuck if answer else job.stuck
     state = _conclude(job, seen, answer, asked, len(names))
     reason = answer.reason if answer else job.reason if state is job.state else ""
     facts |= {"state": state, "reason": reason}
@@ -61,7 +63,7 @@ def observe(
 
 
 def _in_its_present_life(job: Job, seen: QueueStatus | None, lives: Collection[int]) -> Job:
-    """The job, or a new one with its id if the queue or a worker shows that it was restarted."""
+    """Return the job, or a new one with its id if the queue or a worker shows a restart."""
     newest = max(job.restarts, seen.restarts if seen else 0, *lives)
     if newest > job.restarts or _put_back(job, seen, job.restarts in lives):
         kept: dict[str, Any] = {"restarts": newest, "group": job.group}
@@ -93,7 +95,7 @@ def _put_back(job: Job, seen: QueueStatus | None, connected: bool) -> bool:
 def _conclude(
     job: Job, seen: QueueStatus | None, answer: QueueStatus | None, asked: bool, connected: int
 ) -> JobState:
-    """The state of a job that is not over: the queue's last word and its workers, folded.
+    """Return the state of a job that is not over: the queue's last word and its workers, folded.
 
     An `answer` is what the queue says of the job's present life.
     """
@@ -104,6 +106,8 @@ def _conclude(
     elif answer.state in job_state.WAITING:
         again = job.restarts > 0 or job.state is JobState.REQUEUED
         said = JobState.REQUEUED if again else JobState(answer.state)
+    elif answer.state is QueueState.UNKNOWN and not answer.nodes and job.starting_since is None:
+        said = JobState.UNKNOWN  # the queue has it; its word for the state is not known here
     else:  # unknown, such as on a dead host, as well: its workers have to show up
         said = JobState.STARTING
     if said is JobState.UNKNOWN and not connected:
@@ -122,7 +126,7 @@ def _times(job: Job, answer: QueueStatus) -> dict[str, Any]:
 
 
 def _clocks(job: Job, state: JobState, answer: QueueStatus | None, now: float) -> dict[str, Any]:
-    """Times and nodes of a job that is not over. Those of a waiting job are estimates at best."""
+    """Return times and nodes of a job that is not over; a waiting job's are estimates at best."""
     if state in WAITING:
         return {}
     facts: dict[str, Any] = {}
@@ -135,12 +139,13 @@ def _clocks(job: Job, state: JobState, answer: QueueStatus | None, now: float) -
 
 
 def is_overdue(job: Job, now: float, policy: Policy) -> bool:
+    """Return whether workers did not connect, return or leave in time, or the job is stuck."""
     if job.cancelled:
         return job.overdue
-    if is_stuck(job):
+    if job.stuck:
         return True
     if job.state is JobState.LOST or (job.leaving and job.arrived and not job.workers):
-        since, patience_s = job.incomplete_since, policy.lost_after_s
+        since, patience_s = job.incomplete_since, LOST_AFTER_S
     elif job.state is JobState.STARTING:
         since, patience_s = job.starting_since, policy.start_timeout_s
     else:

@@ -1,7 +1,7 @@
-"""Options of a cluster, from the keywords of its class: read and checked once.
+"""Options of a cluster, from the keywords of its class: read and checked once, before it exists.
 
-The keywords are dask-jobqueue's, those of `WorkerSpec`, and a few of hpcdask. What is not given
-comes from dask-jobqueue's configuration (``jobqueue.slurm.*`` and so on), as with its own classes.
+What is not given comes from dask-jobqueue's configuration (``jobqueue.slurm.*`` and so on), as with
+its own classes, in which the keywords of hpcdask may stand too (``jobqueue.slurm.poll-interval``).
 """
 
 from __future__ import annotations
@@ -11,46 +11,73 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Self
 
 import dask.config
+from distributed import Scheduler, Security
 
 from hpcdask.errors import UsageError
+from hpcdask.jobs.folder import base_path
+from hpcdask.logs import say
+from hpcdask.process import umask
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.helpers import walltime_text
+from hpcdask.queues.registry import queue_class
 from hpcdask.queues.script import check_lines
 from hpcdask.security.ports import check_size
-from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT
+from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT, parse_seconds
 from hpcdask.spec.specs import WorkerSpec
 
-from .configuration import configured
+from .configuration import import_job_class, read_section
+from .job import Policy
 from .keywords import (
-    SHARED,
-    SHELL,
+    ADAPTIVE,
+    NOT_CONFIGURED,
+    OWN,
     SPEC_FIELDS,
+    SLURMKeywords,
     check_memory,
     check_names,
+    check_values,
     job_keywords,
     number,
-    refuse_other_workers,
-    refuse_texts,
-    worker_extra_args,
+    seconds,
+    types_of,
 )
+
+if TYPE_CHECKING:
+    from .cluster import JobCluster
 
 #: Placeholder of the scheduler's address in a preview.
 NO_ADDRESS = "<scheduler's address>"
+#: Address of a scheduler of jobs on this machine.
+LOOPBACK = "127.0.0.1"
+#: Seconds between two queries of the queue.
+POLL_INTERVAL_S = 5.0
+#: hpcdask's keywords that groups may have; the others are for all groups.
+OF_GROUPS = {"deaths_max", "gpu_type", "gpus_per_job", "n_workers", "nodes_per_job", "protocol"}
+OF_GROUPS |= {"start_timeout"}
+#: Stands for the memory that dask-jobqueue wants to know; its line is left out of the script.
+NO_MEMORY = "1GiB"
+#: Lines of shell, which may hold any character.
+SHELL = frozenset(["job_script_prologue", "env_extra"])
+#: The form of ``groups``.
+GROUPS = '{"gpu": dict(gpus_per_job=1), "cpu": dict(device="cpu")}'
 
 
-@dataclass
+@dataclass(frozen=True)
 class JobOptions:
     """Description of one job.
 
     `job` is dask-jobqueue's Job, for header and options only. `gpus` and `workers` are those on all
     its nodes together; `gpus_in_header` tells whether the user's own directives ask for the GPUs.
-    `python` is shell words of the interpreter.
+    `python` is shell words of the interpreter, as in dask-jobqueue: sites start Python by a
+    container's command. A cluster, or its group, starts with `n_workers` workers.
     """
 
     job: Any
@@ -61,43 +88,67 @@ class JobOptions:
     gpus_in_header: bool
     workers: int
     python: str
-    walltime: timedelta | None
+    n_workers: int
+    policy: Policy
 
     @property
     def name(self) -> str:
-        """The job's name."""
+        """Return the job's name."""
         return str(self.job.job_name or "dask-worker")
 
     @property
     def walltime_s(self) -> float | None:
-        """The walltime in seconds; None where it is unlimited too."""
-        if self.walltime is None or self.walltime == timedelta.max:
-            return None
-        return self.walltime.total_seconds()
+        """Return the walltime in seconds; None where it is unlimited too."""
+        return self.policy.walltime_s
 
-    def request(self, tag: str, logs: str) -> Request:
+    @property
+    def on_gpu(self) -> bool:
+        """Return whether its workers compute on GPUs."""
+        return bool(self.gpus) and self.spec.device != "cpu"
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """Return the resources of each worker."""
+        return self.spec.all_resources(on_gpu=self.on_gpu)
+
+    @property
+    def worker_memory(self) -> int:
+        """Return the host memory of each worker, in bytes.
+
+        Raises UsageError if only the job learns of it.
+        """
+        if self.spec.memory_limit is None:
+            raise UsageError(
+                "the workers' memory is not known here, since directives request it: count "
+                "workers, jobs or cores, or give memory=…"
+            )
+        return max(1, self.spec.memory_limit or int(self.job.worker_memory))
+
+    @property
+    def worker_threads(self) -> int:
+        """Return the threads of each worker."""
+        return self.spec.nthreads or 1
+
+    def request(self, tag: str, folder: str, **more: Any) -> Request:
         """Return the lines that the queue adds to the header."""
         return Request(
             name=self.name,
             tag=tag,
-            folder=logs,
+            folder=folder,
             gpus=0 if self.gpus_in_header else self.gpus,
             gpu_type=self.gpu_type,
             nodes=self.nodes,
-            cores=int(self.job.worker_cores),
-            memory=int(self.job.worker_memory),
+            **more,
         )
 
     def script(self, queue: Queue, cluster: str, folder: str, address: str, *, tls: bool) -> str:
-        """The script of every job of a cluster, as it is submitted."""
+        """Return the script of every job of a cluster or of its group, as it is submitted."""
         logs = os.path.join(folder, "logs")
-        mask = os.umask(0o077)
-        os.umask(mask)
         preamble = [
             "umask 077",
             f"export HPCDASK_JOB_ID={queue.job_id} HPCDASK_RESTARTS={queue.restarts}",
             f'exec >>{shlex.quote(logs)}/"$HPCDASK_JOB_ID.log" 2>&1',
-            f"umask {mask:04o}",
+            f"umask {umask():04o}",
         ]
         options = ["-P", "-m", "hpcdask.worker", "--scheduler", address]
         if tls:
@@ -107,97 +158,196 @@ class JobOptions:
         return queue.script(self.job, self.request(f"hpcdask:{cluster}", logs), preamble, command)
 
 
-def read_job_options(
-    job_cls: type,
-    queue: Queue,
-    config_name: str,
-    *,
-    gpus_per_job: int | None,
-    gpu_type: str | None,
-    nodes_per_job: int,
-    protocol: str | None,
-    given: Mapping[str, Any],
-    own: Collection[str] = (),
-) -> JobOptions:
-    """Read the keywords that describe a job and its workers.
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Options of a cluster; `groups` has one without a name where the cluster has no groups.
 
-    `own` are the names of the cluster's other keywords. Raises UsageError if a keyword is unknown
-    or its value is not understood.
+    `base` is the folder of clusters' folders and `logs` that of the jobs' logs, if the user named
+    them. `scheduler` is the scheduler's keywords.
     """
-    known = job_keywords(job_cls)
-    check_names(given, {*own, *({name for name, *_ in queue.keywords} - known)}, known)
-    refuse_other_workers(given)
-    refuse_texts(queue, given, config_name)
-    nodes = number(nodes_per_job, "nodes_per_job", "nodes", least=1)
-    for_job = {name: value for name, value in given.items() if name in known}
-    spec = _worker_spec(given, for_job, protocol, config_name)
-    gpus, in_header = _gpus(gpus_per_job, nodes, spec, queue, for_job, config_name)
-    if gpus % nodes:
-        raise UsageError(f"gpus_per_job={gpus} cannot be shared evenly by nodes_per_job={nodes}")
-    for name in sorted(known - SHELL):
-        check_lines(configured(name, for_job, config_name), name)
-    for what, value in (("gpu_type", gpu_type), ("name", configured("name", {}, config_name))):
-        check_lines(value, what)
-    job = _make_job(job_cls, for_job, config_name, processes=gpus or None)
-    workers = gpus or int(job.worker_processes) * nodes
-    per_node = workers // nodes
-    ucx = spec.protocol == "ucx"
-    check_size(spec.port_range, per_node, ucx=ucx, where="per node", option="port_range")
-    return JobOptions(
-        job,
-        _share_of_job(spec, job, per_node, on_gpu=bool(gpus) and spec.device != "cpu"),
-        gpus,
-        gpu_type,
-        nodes,
-        in_header,
-        workers,
-        _python(for_job, config_name),
-        _walltime(queue, for_job, config_name),
-    )
 
+    queue: Queue
+    groups: dict[str, JobOptions]
+    name: str | None
+    poll_interval_s: float
+    base: str | None
+    logs: str | None
+    scheduler: dict[str, Any]
+    scheduler_cls: type[Scheduler]
+    security: Security | bool | None
+    silence_logs: int | str | bool
+    port_range: str | None
 
-def _worker_spec(
-    given: Mapping[str, Any], for_job: dict[str, Any], protocol: str | None, config_name: str
-) -> WorkerSpec:
-    """Return the workers' specification; take `worker_extra_args` out of the job's keywords."""
-    settings = worker_extra_args(for_job, config_name)
-    settings |= {name: value for name, value in given.items() if name in SPEC_FIELDS}
-    for name in SHARED - set(settings):
-        settings[name] = configured(name, {}, config_name)
-    if protocol is not None:
-        settings["protocol"] = re.sub(r"^(tls|tcp)(://)?$", "tcp", protocol.removesuffix("://"))
-    return WorkerSpec.from_keywords(
-        {name: value for name, value in settings.items() if value is not None}
-    )
+    @classmethod
+    def read(
+        cls, owner: type[JobCluster], keywords: Mapping[str, Any], *, on_node: bool = False
+    ) -> Self:
+        """Read the keywords of a cluster of class `owner`; nothing is started.
 
-
-def _share_of_job(spec: WorkerSpec, job: Any, per_node: int, *, on_gpu: bool) -> WorkerSpec:
-    """The spec with each worker's share of the job's memory and cores, where it says neither.
-
-    On a GPU the worker's own default counts, which is one thread.
-    """
-    memory = int(job.worker_memory) // per_node if spec.memory_limit is None else spec.memory_limit
-    if 0 < memory < LEAST_MEMORY_LIMIT:
-        raise UsageError(
-            f"a job's memory of {int(job.worker_memory):,} bytes is {memory:,} for each of its "
-            f"{per_node} workers on a node, less than an idle worker has: ask for more memory, or "
-            f"fewer processes"
+        Raises UsageError if a keyword is unknown or its value is not understood. If the scheduler
+        will run `on_node`, its interface cannot be looked for here.
+        """
+        given = {name: value for name, value in keywords.items() if value is not None}
+        check_names(given, types_of(owner.keywords))
+        groups = given.pop("groups", None)
+        if groups is not None:
+            _check_groups(groups, owner)
+            if all(one.get("device") == "cpu" for one in groups.values()):
+                given["device"] = "cpu"
+        reader = _Reader(queue_class(owner.queue_name)(), given.pop("config_name", None))
+        settings = {**reader.site, **given}
+        check_values(settings, owner.keywords)
+        given |= reader.complete(settings)
+        if groups is None:
+            found = {"": reader.read(given)}
+        else:
+            found = reader.read_groups(groups, given, owner.keywords)
+        logs = settings.get("log_directory")
+        poll_s = seconds(settings.get("poll_interval"), "poll_interval")
+        local = reader.queue.is_local
+        return cls(
+            queue=reader.queue,
+            groups=found,
+            name=given.get("name"),
+            poll_interval_s=poll_s or POLL_INTERVAL_S,
+            base=settings.get("shared_temp_directory"),
+            logs=None if logs is None else str(base_path(logs)),
+            scheduler=_read_scheduler(settings, local=local, on_node=on_node),
+            scheduler_cls=given.get("scheduler_cls", Scheduler),
+            security=given.get("security"),
+            silence_logs=given.get("silence_logs", "error"),
+            port_range=next(iter(found.values())).spec.port_range,
         )
-    threads = None if on_gpu else max(1, int(job.worker_cores) // per_node)
-    return dataclasses.replace(spec, memory_limit=memory, nthreads=spec.nthreads or threads)
 
 
-def _gpus(
-    asked: int | None,
-    nodes: int,
-    spec: WorkerSpec,
-    queue: Queue,
-    for_job: Mapping[str, Any],
-    config_name: str,
-) -> tuple[int, bool]:
-    """GPUs per job, and whether the user's own directives ask for them already."""
-    written, count = _gpu_directive(queue, nodes, for_job, config_name)
-    if asked is not None:
+def read_job_options(
+    queue: Queue, given: Mapping[str, Any], config_name: str | None = None
+) -> JobOptions:
+    """Read the keywords of a job that is none of a cluster's, such as a scheduler's."""
+    reader = _Reader(queue, config_name)
+    reader.site = {name: value for name, value in reader.site.items() if name not in OWN}
+    check_values({**reader.site, **given}, SLURMKeywords)
+    return reader.read({name: value for name, value in given.items() if value is not None})
+
+
+class _Reader:
+    """Reader of jobs' keywords, with a system's queue, its Job class and its configuration.
+
+    `site` is the configuration by keyword, without what one process or cluster alone may say.
+    """
+
+    def __init__(self, queue: Queue, config_name: str | None = None) -> None:
+        self.queue = queue
+        self.job_cls = import_job_class(queue.jobqueue)
+        self.config_name = config_name or queue.jobqueue[0]
+        self.section = read_section(queue.jobqueue, config_name)
+        self.of_jobs = job_keywords(self.job_cls)
+        by_keyword = {name.replace("-", "_"): value for name, value in self.section.items()}
+        self.site = {
+            name: value
+            for name, value in by_keyword.items()
+            if name not in NOT_CONFIGURED and value not in (None, [], "")
+        }
+
+    def complete(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Make the queue by these settings, and return what this machine adds to them."""
+        if not self.queue.is_local:
+            self.queue = type(self.queue).of_cluster(settings)
+            return {}
+        self.queue, found = _local_queue(settings)
+        return found
+
+    def read_groups(
+        self, groups: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any], keywords: type
+    ) -> dict[str, JobOptions]:
+        """Read each group; the cluster's keywords hold where a group does not say otherwise."""
+        known = types_of(keywords)
+        of_queue = set(known) - OWN - SPEC_FIELDS - self.of_jobs
+        for_all = of_queue | OWN | {*self.queue.of_all_jobs, "log_directory", "port_range"}
+        devices = {{**given, **own}.get("device") == "cpu" for own in groups.values()}
+        found = {}
+        for name, own in groups.items():
+            merged = {**given, **{key: value for key, value in own.items() if value is not None}}
+            if len(devices) > 1 and merged.get("device") == "cpu" and "protocol" not in own:
+                merged["protocol"] = "tcp"  # what is asked for the GPUs
+            if words := (for_all - OF_GROUPS) & set(own):
+                what = f"group {name}: {', '.join(sorted(words))}"
+                raise UsageError(f"{what} is for all groups: give it to the cluster")
+            try:
+                check_names(own, known)
+                check_values(merged, keywords)
+                found[name] = self.read(merged)
+            except UsageError as error:
+                raise UsageError(f"group {name}: {error}") from None
+        return found
+
+    def read(self, given: Mapping[str, Any]) -> JobOptions:
+        """Read the keywords of a job and its workers."""
+        settings = {**self.site, **given}
+        nodes = number(settings.get("nodes_per_job", 1), "nodes_per_job", "nodes", least=1)
+        spec = self._worker_spec(given)
+        gpus, in_header = self._gpus(settings, nodes, spec)
+        if gpus % nodes:
+            raise UsageError(
+                f"gpus_per_job={gpus} cannot be shared evenly by nodes_per_job={nodes}"
+            )
+        for name in sorted(self.of_jobs - SHELL):
+            check_lines(settings.get(name), name)
+        check_lines(settings.get("gpu_type"), "gpu_type")
+        check_lines(self.section.get("name"), "name")
+        job = self._make_job(settings, processes=gpus or None)
+        workers = gpus or int(job.worker_processes) * nodes
+        per_node = workers // nodes
+        ucx = spec.protocol == "ucx"
+        check_size(spec.port_range, per_node, ucx=ucx, where="per node", option="port_range")
+        memory = None if self._learns_memory(settings) else int(job.worker_memory)
+        on_gpu = bool(gpus) and spec.device != "cpu"
+        walltime = timedelta.max  # no limit
+        if (limit := settings.get("walltime")) is not None:
+            walltime = self.queue.parse_walltime(walltime_text(limit))
+        start_s = seconds(settings.get("start_timeout"), "start_timeout")
+        deaths = settings.get("deaths_max")
+        return JobOptions(
+            job=job,
+            spec=_share_of_job(spec, memory, int(job.worker_cores), per_node, on_gpu=on_gpu),
+            gpus=gpus,
+            gpu_type=settings.get("gpu_type"),
+            nodes=nodes,
+            gpus_in_header=in_header,
+            workers=workers,
+            python=str(settings.get("python") or shlex.quote(sys.executable)),
+            n_workers=number(settings.get("n_workers", 0), "n_workers", "workers"),
+            policy=Policy(
+                start_timeout_s=start_s or Policy.start_timeout_s,
+                walltime_s=None if walltime == timedelta.max else walltime.total_seconds(),
+                deaths_max=None if deaths is None else number(deaths, "deaths_max", "jobs", 1),
+            ),
+        )
+
+    def _worker_spec(self, given: Mapping[str, Any]) -> WorkerSpec:
+        """Read the workers' specification; `worker_extra_args` overrule the configuration."""
+        extra = _worker_extra_args({**self.site, **given})
+        settings = {
+            name: value
+            for some in (self.site, extra, given)
+            for name, value in some.items()
+            if name in SPEC_FIELDS - {"name"}  # that of the cluster
+        }
+        if "protocol" in settings:
+            protocol = str(settings["protocol"]).removesuffix("://")
+            settings["protocol"] = "tcp" if protocol == "tls" else protocol
+        return WorkerSpec.from_keywords(settings)
+
+    def _gpus(self, settings: Mapping[str, Any], nodes: int, spec: WorkerSpec) -> tuple[int, bool]:
+        """Return the GPUs per job, and whether the user's own directives ask for them already."""
+        lines = [*_directives(settings), f"-l {settings.get('resource_spec', '')}"]
+        counts = {line: self.queue.requested_gpus(line, nodes) for line in lines}
+        written = next((line for line in lines if counts[line] is not None), None)
+        asked = settings.get("gpus_per_job")
+        if asked is None:
+            if spec.device == "cpu":
+                return 0, False
+            return (1 if written is None else counts[written] or 0), written is not None
         asked = number(asked, "gpus_per_job", "GPUs")
         if asked == 0 and spec.device == "cuda":
             raise UsageError("gpus_per_job=0 with device='cuda': workers on GPUs need at least one")
@@ -207,68 +357,150 @@ def _gpus(
                 f"of them out"
             )
         return asked, False
-    if spec.device == "cpu":
-        return 0, False
-    if written is None:
-        return 1, False
-    return count, True
 
+    def _learns_memory(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether only the job knows its memory: a directive asks for it, ``memory`` not."""
+        return "memory" not in settings and self.queue.requests_memory(_directives(settings))
 
-def _gpu_directive(
-    queue: Queue, nodes: int, for_job: Mapping[str, Any], config_name: str
-) -> tuple[str | None, int]:
-    """The user's own directive or resource that requests GPUs, and how many."""
-    directives = configured("job_extra_directives", for_job, config_name)
-    directives = directives or configured("job_extra", for_job, config_name, [])
-    lines = (
-        [f"{key}={value}" for key, value in directives.items()]
-        if isinstance(directives, Mapping)
-        else [str(line) for line in directives]
-    )
-    resource = f"-l {configured('resource_spec', for_job, config_name, '')}"
-    for line in [*lines, resource]:
-        if (count := queue.requested_gpus(line, nodes)) is not None:
-            return line, count
-    return None, 0
-
-
-def _make_job(
-    job_cls: type, for_job: Mapping[str, Any], config_name: str, processes: int | None
-) -> Any:
-    """dask-jobqueue's Job, without logs and worker's command, which are not its own here."""
-    keywords = {
-        name: value
-        for name, value in for_job.items()
-        if value is not None and name not in ("log_directory", "interface", "worker_command")
-    }
-    if processes:
-        keywords["processes"] = processes
-    for name in ("cores", "processes"):
-        if name in keywords:
+    def _make_job(self, settings: Mapping[str, Any], processes: int | None) -> Any:
+        """Make dask-jobqueue's Job, without logs and worker's command, which are hpcdask's own."""
+        unused = {"log_directory", "interface", "worker_command", "worker_extra_args", "extra"}
+        keywords = {name: settings[name] for name in self.of_jobs - unused if name in settings}
+        if processes:
+            keywords["processes"] = processes
+        for name in {"cores", "processes"} & keywords.keys():
             keywords[name] = number(keywords[name], name, name, least=1)
-    check_memory(configured("memory", for_job, config_name))
-    quiet: dict[str, Any] = {
-        f"jobqueue.{config_name}.log-directory": None,
-        f"jobqueue.{config_name}.worker-extra-args": [],
-        f"jobqueue.{config_name}.extra": None,
-    }
-    try:
-        with dask.config.set(quiet):
-            return job_cls(NO_ADDRESS, "hpcdask", config_name=config_name, **keywords)
-    except (ValueError, TypeError) as error:
-        if "how much cores and memory" in str(error):
+        check_memory(settings.get("memory"))
+        if self._learns_memory(settings):
+            keywords["memory"] = NO_MEMORY
+        quiet: dict[str, Any] = {"log-directory": None, "worker-extra-args": [], "extra": None}
+        section = {f"jobqueue.{self.config_name}": {**self.section, **quiet}}
+        try:
+            with dask.config.set(section):
+                return self.job_cls(NO_ADDRESS, "hpcdask", config_name=self.config_name, **keywords)
+        except (ValueError, TypeError) as error:
+            if "how much cores and memory" in str(error):
+                raise UsageError(
+                    "cores and memory of a job are missing: give them, for example cores=8, "
+                    f'memory="64GiB", or set jobqueue.{self.config_name}.cores and .memory'
+                ) from None
+            raise UsageError(" ".join(str(error).split())) from error
+
+
+def _directives(settings: Mapping[str, Any]) -> list[str]:
+    """Return the user's own directives; HTCondor's are a mapping."""
+    given = settings.get("job_extra_directives") or settings.get("job_extra", [])
+    if isinstance(given, Mapping):
+        return [f"{key}={value}" for key, value in given.items()]
+    return [str(line) for line in given]
+
+
+def _check_groups(groups: Any, owner: type[JobCluster]) -> None:
+    """Raise UsageError if these are no groups, or one has no proper name."""
+    taken = {*ADAPTIVE, *signature(owner.scale).parameters, *signature(owner.adapt).parameters}
+    if not isinstance(groups, Mapping) or not groups:
+        raise UsageError(f"groups={groups!r} is not a dict of groups: {GROUPS}")
+    for name, given in groups.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", name):
             raise UsageError(
-                "cores and memory of a job are missing: give them, for example cores=8, "
-                f'memory="64GiB", or set jobqueue.{config_name}.cores and .memory'
-            ) from None
-        raise UsageError(" ".join(str(error).split())) from error
+                f"groups: {name!r} is not a name for a group: letters, digits and _, a letter "
+                f"first, 32 at most"
+            )
+        if name in taken:
+            raise UsageError(f"groups: {name} is a keyword of scale or adapt: take another name")
+        if not isinstance(given, Mapping):
+            raise UsageError(f"group {name}: {given!r} is not a dict of keywords: {GROUPS}")
 
 
-def _python(for_job: Mapping[str, Any], config_name: str) -> str:
-    """Return shell words as in dask-jobqueue: sites start Python by a container's command."""
-    return str(configured("python", for_job, config_name) or shlex.quote(sys.executable))
+def _local_queue(settings: Mapping[str, Any]) -> tuple[Queue, dict[str, Any]]:
+    """Return the queue of this machine's processes, and a job's share of the machine."""
+    import psutil
+
+    from hpcdask.bootstrap.resources import launcher_cores
+    from hpcdask.gpu.devices import visible_gpus
+    from hpcdask.queues.local import LocalQueue
+
+    found: dict[str, Any] = {}
+    device = settings.get("device", "auto")
+    gpus = [] if device == "cpu" else [gpu.uuid for gpu in visible_gpus()]
+    if device == "auto" and not gpus:
+        say("no GPU on this machine: workers use the CPU")
+        found["device"] = "cpu"
+    share = max(1, len(gpus))
+    if "cores" not in settings:
+        found["cores"] = max(1, len(launcher_cores()) // share)
+    if "memory" not in settings:
+        found["memory"] = psutil.virtual_memory().total // share
+    walltime = parse_seconds(settings.get("walltime"), "walltime")
+    return LocalQueue(gpus=gpus or None, walltime_s=walltime), found
 
 
-def _walltime(queue: Queue, for_job: Mapping[str, Any], config_name: str) -> timedelta | None:
-    text = configured("walltime", for_job, config_name)
-    return None if text is None else queue.parse_walltime(walltime_text(text))
+def _read_scheduler(settings: Mapping[str, Any], *, local: bool, on_node: bool) -> dict[str, Any]:
+    """Return the keywords of the scheduler, with the address at which it listens."""
+    chosen = dict(settings.get("scheduler_options", {}))
+    interface = settings.get("interface")
+    if "host" not in chosen:
+        chosen.setdefault("interface", interface)
+        if local and chosen["interface"] is None:
+            chosen["host"] = LOOPBACK
+        if not on_node and chosen["interface"] is not None:
+            what = "interface" if chosen["interface"] == interface else "scheduler_options"
+            _check_interface(chosen["interface"], what)
+    return chosen
+
+
+def _check_interface(interface: str, what: str) -> None:
+    """Raise UsageError unless this machine has this interface."""
+    from distributed.utils import get_ip_interface
+
+    try:
+        get_ip_interface(interface)
+    except ValueError:
+        from hpcdask.comm.fabric import interfaces
+
+        has = ", ".join(one.name for one in interfaces(every=True))
+        raise UsageError(
+            f"{what}: this machine has no interface {interface} with an IPv4 address. It has: "
+            f"{has}. If only the nodes have {interface}, name this machine's: "
+            f'scheduler_options={{"interface": "…"}}'
+        ) from None
+
+
+def _worker_extra_args(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Read ``worker_extra_args``, in dask's or dask-cuda's words, as fields of `WorkerSpec`."""
+    if "extra" in settings:
+        text = "extra has been renamed to worker_extra_args, which counts if both are given"
+        warnings.warn(text, FutureWarning, stacklevel=2)
+    args = settings.get("worker_extra_args") or settings.get("extra") or []
+    words = [word for arg in args for word in shlex.split(str(arg))]
+    try:
+        spec = WorkerSpec.from_argv(words)
+    except UsageError as error:
+        raise UsageError(f"worker_extra_args: {error}") from None
+    if spec.name is not None:
+        raise UsageError("worker_extra_args: --name: workers are named after their jobs. Leave it")
+    return {
+        field.name: getattr(spec, field.name)
+        for field in dataclasses.fields(spec)
+        if getattr(spec, field.name) != field.default
+    }
+
+
+def _share_of_job(
+    spec: WorkerSpec, memory: int | None, cores: int, per_node: int, *, on_gpu: bool
+) -> WorkerSpec:
+    """Return the spec with each worker's share of the job's memory and cores, where it has none.
+
+    On a GPU the worker's own default counts, which is one thread.
+    """
+    share = spec.memory_limit
+    if share is None and memory is not None:
+        share = memory // per_node
+        if share < LEAST_MEMORY_LIMIT:
+            raise UsageError(
+                f"a job's memory of {memory:,} bytes is {share:,} for each of its {per_node} "
+                f"workers on a node, less than an idle worker has: ask for more memory, or fewer "
+                f"processes"
+            )
+    threads = None if on_gpu else max(1, cores // per_node)
+    return dataclasses.replace(spec, memory_limit=share, nthreads=spec.nthreads or threads)

@@ -14,9 +14,13 @@ from typing import Literal
 
 from hpcdask.jobs.state import OVER, WAITING, JobState
 
-from .job import Job, Policy
-from .observe import is_overdue
-from .walltime import expires, retire_at
+from .job import Job, Policy, retire_at
+
+#: Seconds for which the workers of a job stayed that has not died if it ends by itself with exit
+#: code 0: its workers may have a lifetime.
+SERVED_S = 60.0
+#: Seconds within which deaths count together.
+DEATHS_WINDOW_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class History:
 class Failure:
     """Reason to submit no more jobs; `job` is the last of `count` that went wrong.
 
-    "start": in a row, they failed to start. "budget": all that died within the policy's window.
+    "start": in a row, they failed to start. "budget": all that died within an hour.
     """
 
     kind: Literal["start", "budget"]
@@ -57,12 +61,12 @@ class Actions:
 # What went wrong so far
 
 
-def record(history: History, before: Job, after: Job, now: float, policy: Policy) -> History:
+def record(history: History, before: Job, after: Job, now: float) -> History:
     """Return the history after a job went from `before` to `after`.
 
     A job that ends, or is given up, before all its workers were connected has failed to start,
-    unless somebody cancelled or preempted it. Ends that neither the cluster nor the walltime
-    brought about are deaths.
+    unless somebody cancelled or preempted it. Ends that neither the cluster, the walltime nor a
+    preemption brought about are deaths.
     """
     if after.arrived and not (before.arrived and before.restarts == after.restarts):
         history = replace(history, failed_starts=0, failed=None)
@@ -74,30 +78,30 @@ def record(history: History, before: Job, after: Job, now: float, policy: Policy
         return history
     if after.arrived and (after.state is JobState.TIMEOUT or after.expiring) and not given_up:
         return history
-    if not given_up and _served(after, now, policy):
+    if not given_up and (after.state is JobState.PREEMPTED or _served(after, now)):
         return history
-    if not after.arrived and after.state not in (JobState.CANCELLED, JobState.PREEMPTED):
+    if not after.arrived and after.state is not JobState.CANCELLED:
         history = replace(history, failed_starts=history.failed_starts + 1, failed=after)
-    return replace(history, deaths=(*_recent(history, now, policy), now), died=after)
+    return replace(history, deaths=(*_recent(history, now), now), died=after)
 
 
-def _served(job: Job, now: float, policy: Policy) -> bool:
+def _served(job: Job, now: float) -> bool:
     """Return whether a job ended in good order, as with `--lifetime`, and not at once."""
     if job.state is not JobState.COMPLETED or job.exit_code != 0 or job.arrived_at is None:
         return False
     left = now if job.incomplete_since is None else job.incomplete_since
-    return left - job.arrived_at >= policy.served_s
+    return left - job.arrived_at >= SERVED_S
 
 
-def _recent(history: History, now: float, policy: Policy) -> tuple[float, ...]:
-    return tuple(time for time in history.deaths if now - time < policy.deaths_window_s)
+def _recent(history: History, now: float) -> tuple[float, ...]:
+    return tuple(time for time in history.deaths if now - time < DEATHS_WINDOW_S)
 
 
 def _failure(history: History, wanted: int, now: float, policy: Policy) -> Failure | None:
     if history.failed and history.failed_starts >= policy.failures_max:
         return Failure("start", history.failed, history.failed_starts)
     most = max(10, 3 * wanted) if policy.deaths_max is None else policy.deaths_max
-    deaths = len(_recent(history, now, policy))
+    deaths = len(_recent(history, now))
     if history.died and deaths >= most:
         return Failure("budget", history.died, deaths)
     return None
@@ -121,13 +125,12 @@ def plan(
     `closable` ones are given up before their walltime, in this order.
     """
     present = [job for job in jobs.values() if not job.cancelled]
-    hopeless = [job for job in present if _is_hopeless(job, now, policy)]
-    given_up = {job.id for job in hopeless}
-    expiring: list[Job] = []
-    counting: list[Job] = []
-    for job in present:
-        if job.state not in OVER and job.id not in given_up and not job.leaving:
-            (expiring if expires(job, now, policy) else counting).append(job)
+    # what the queue forgot might come back when nobody counts on it any more
+    forgotten = [job for job in present if job.state in OVER and job.missed >= policy.missed_max]
+    hopeless = forgotten + [job for job in present if job.overdue and job.state not in OVER]
+    staying = [job for job in present if not (job.state in OVER or job.overdue or job.leaving)]
+    expiring = [job for job in staying if job.expiring]
+    counting = [job for job in staying if not job.expiring]
     running = sum(job.state is JobState.RUNNING for job in counting)
 
     missing = wanted - len(counting)
@@ -140,12 +143,6 @@ def plan(
         retire=tuple(job.id for job in ending if job.workers),
         failure=failure,
     )
-
-
-def _is_hopeless(job: Job, now: float, policy: Policy) -> bool:
-    if job.state in OVER:  # what the queue forgot might come back when nobody counts on it any more
-        return job.missed >= policy.missed_max
-    return is_overdue(job, now, policy)
 
 
 def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> list[Job]:

@@ -115,17 +115,23 @@ def fail_unfinished(scheduler: Scheduler, error: Exception) -> int:
     return fail_waiting(scheduler, error, states=(*WAITING, "processing"))
 
 
-def closable(scheduler: Any, group_of: Callable[[str], str | None]) -> list[str]:
-    """Return the groups of workers that the scheduler's rules may close, the least data first.
+def closable(
+    scheduler: Scheduler,
+    job_of: Callable[[str], str | None],
+    key: Callable[[WorkerState], Any] | None = None,
+    **rules: Any,
+) -> list[str]:
+    """Return the jobs whose workers the scheduler's rules may close, the least data first.
 
-    The scheduler may be a part of one (see `demand.Part`).
-    `group_of` maps a worker's name to its group, such as a job's id; None for others' workers.
+    `job_of` maps a worker's name to its job; None for others' workers. `key` and `rules` are those
+    of `Scheduler.workers_to_close`.
     """
-    sizes = Counter(group_of(str(ws.name)) for ws in scheduler.workers.values())
-    names = scheduler.workers_to_close(key=lambda ws: group_of(str(ws.name)), attribute="name")
-    # The scheduler leaves a worker out, not its group.
-    complete = Counter(group_of(str(name)) for name in names)
-    return [group for group, size in complete.items() if group is not None and size == sizes[group]]
+    sizes = Counter(job_of(str(ws.name)) for ws in scheduler.workers.values())
+    key = key or (lambda ws: job_of(str(ws.name)) or ws.name)
+    names = scheduler.workers_to_close(key=key, attribute="name", **rules)
+    # The scheduler leaves a worker out, not its job.
+    complete = Counter(job_of(str(name)) for name in names)
+    return [job for job, size in complete.items() if job is not None and size == sizes[job]]
 
 
 def _workers(scheduler: Scheduler, names: Collection[str]) -> list[WorkerState]:

@@ -1,55 +1,120 @@
-"""Number of a cluster's workers: asked for by hand or by the work."""
+"""Numbers of workers: those that `scale` and `adapt` are asked for, and those that the work needs.
+
+Workers come and go by whole jobs, in groups; a cluster without groups has one, whose name is empty.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import difflib
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
-from distributed.deploy.cluster import Cluster
-from distributed.scheduler import WorkerState
+from distributed.scheduler import TaskState
 
-from hpcdask.client.gang_scheduler import MOST_WORKERS
-from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.queues.base import Queue
-from hpcdask.security.ports import PER_SCHEDULER, check_size
+from hpcdask.client.gang_scheduler import workers_wanted
+from hpcdask.errors import UsageError
 from hpcdask.spec.parsing import parse_memory
-from hpcdask.upstream import distributed as upstream
 
-from .adaptive import GroupsAdaptive, JobAdaptive
-from .controller import JobController
-from .display import JobTable
-from .groups import GroupSpec
-from .keywords import number, seconds
-from .messages import SHUT_DOWN
+from . import retire
+from .keywords import ADAPTIVE, number, seconds
 
-#: What distributed's `Adaptive` takes beside the bounds. It takes other words too, and drops them.
-ADAPTIVE = ("interval", "memory_ratio", "target_duration", "wait_count", "worker_key")
-#: Calls of `scale` under way: the event loop itself holds tasks weakly.
-_scalings: set[asyncio.Future[None]] = set()
+if TYPE_CHECKING:
+    from .cluster import JobCluster
+    from .group import Group
+    from .options import JobOptions
 
+#: Part of the workers' memory above which they are too few, and waiting Dask tasks whose time is
+#: estimated one by one; as distributed does both.
+FULL, SAMPLE = 0.6, 100
 
-def job_of(state: WorkerState) -> str:
-    """A worker's job, by which workers come and go together: the name without the last number."""
-    return str(state.name).rpartition("-")[0]
+# What is asked for
 
 
-def _workers(
-    value: Any, name: str, of: str, *, each: int = 1, share: int = 1, default: float = 0
-) -> float:
-    """Convert a bound to workers: multiply by `each`, divide by `share`."""
-    if value is None or value == math.inf:
-        return default
-    return number(value, f"adapt: {name}", of) * each / share
+def wishes(
+    groups: Mapping[str, JobOptions], given: Mapping[str, Any], named: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the workers that `scale` is asked for, by group.
+
+    `given` is its own keywords, of which the one with the most workers counts. Raises UsageError.
+    """
+    given = {name: value for name, value in given.items() if value}
+    _check_groups(groups, "scale", named, given)
+    if "" not in groups:
+        return {name: number(n, f"scale: {name}", "workers") for name, n in named.items()}
+    return {"": math.ceil(max(_in_workers(groups[""], "scale", given), default=0))}
+
+
+def bounds(
+    groups: Mapping[str, JobOptions], given: Mapping[str, Any], named: Mapping[str, Any]
+) -> dict[str, tuple[int, float]]:
+    """Return the least and most workers that `adapt` is asked for, by group, in whole jobs.
+
+    `given` is the bounds of a cluster without groups, of which the strictest counts; `named` those
+    of groups. Raises UsageError.
+    """
+    found: dict[str, list[list[float]]] = {}
+    if "" in groups:
+        found[""] = [
+            _in_workers(groups[""], "adapt", {name: given[name] for name in given if bound in name})
+            for bound in ("minimum", "maximum")
+        ]
+    else:
+        for_all = [name for name, value in given.items() if value not in (None, 0, math.inf)]
+        _check_groups(groups, "adapt", named, for_all)
+    for name, value in named.items():
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            raise UsageError(f"adapt: {name}={value!r} is not a least and a most number: (0, 16)")
+        found[name] = [
+            [] if one in (None, math.inf) else [number(one, f"adapt: {name}", "workers")]
+            for one in value
+        ]
+    return {
+        name: _whole_jobs(max(least, default=0), min(most, default=math.inf), groups[name].workers)
+        for name, (least, most) in found.items()
+    }
+
+
+def _check_groups(
+    groups: Collection[str], call: str, named: Collection[str], unnamed: Collection[str]
+) -> None:
+    """Raise UsageError for unknown groups, and for a number whose group is not named."""
+    names = [name for name in groups if name]
+    if unknown := [name for name in named if name not in names]:
+        there = f"There are {', '.join(names)}" if names else "This cluster has no groups"
+        raise UsageError(f"{call}: no group {', '.join(unknown)}. {there}")
+    if names and (unnamed or not named):
+        raise UsageError(
+            f"{call}: this cluster has groups, so name them: "
+            f"{call}({', '.join(f'{name}=…' for name in names)})"
+        )
+
+
+def _in_workers(one: JobOptions, call: str, given: Mapping[str, Any]) -> list[float]:
+    """Convert numbers of workers, jobs or cores, and memory, to workers. None means no number."""
+    found: list[float] = []
+    for name, value in given.items():
+        unit = name.rpartition("_")[2]
+        if value is None or value == math.inf:
+            continue
+        if unit == "memory":
+            amount = parse_memory(value, name)
+            found += [] if amount is None else [amount / one.worker_memory]
+        elif unit == "jobs":
+            found.append(number(value, f"{call}: {name}", "jobs") * one.workers)
+        elif unit == "cores":
+            found.append(number(value, f"{call}: {name}", "cores") / one.worker_threads)
+        else:
+            found.append(number(value, f"{call}: {name}", "workers"))
+    return found
 
 
 def _whole_jobs(low: float, high: float, size: int) -> tuple[int, float]:
-    """The bounds in workers of whole jobs: the lower one rounded up, the upper one down."""
+    """Return the bounds in workers of whole jobs: the lower one rounded up, the upper one down."""
     if 0 < high < size:
         raise UsageError(
             f"adapt: the maximum of {high:.3g} workers is less than a job, which has {size}"
@@ -64,31 +129,19 @@ def _whole_jobs(low: float, high: float, size: int) -> tuple[int, float]:
     return least, most
 
 
-def _group_bounds(name: str, value: Any, size: int) -> tuple[int, float]:
-    """The least and most workers of a group, in whole jobs."""
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        raise UsageError(f"adapt: {name}={value!r} is not a least and a most number: (0, 16)")
-    low, high = value
-    return _whole_jobs(
-        _workers(low, name, "workers"), _workers(high, name, "workers", default=math.inf), size
-    )
-
-
-def _check_names(given: Collection[str]) -> None:
-    bounds = [
-        name for name in inspect.signature(Scaling.adapt).parameters if name[:3] in ("min", "max")
-    ]
+def check_adaptive(adapt: Callable[..., Any], given: Collection[str]) -> None:
+    """Raise UsageError for keywords of `adapt` that distributed would drop."""
+    known = [name for name in inspect.signature(adapt).parameters if name[:3] in ("min", "max")]
+    known += ADAPTIVE
     for name in given:
-        if name not in ADAPTIVE:
-            near = difflib.get_close_matches(name, [*bounds, *ADAPTIVE], 1, 0.5)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.5)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(
-                f"adapt: unknown keyword {name}: {hint}There are {', '.join([*bounds, *ADAPTIVE])}"
-            )
+            raise UsageError(f"adapt: unknown keyword {name}: {hint}There are {', '.join(known)}")
 
 
-def _times(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The times among the keywords in seconds; they may be texts."""
+def times(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the times among the keywords in seconds; they may be texts."""
     return {
         name: seconds(given[name], f"adapt: {name}")
         for name in ("interval", "target_duration")
@@ -97,287 +150,122 @@ def _times(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-async def wait_unless(
-    workers: Coroutine[Any, Any, None],
-    why_not: Callable[[], Awaitable[HpcdaskError | None]],
-    jobs: Callable[[], JobTable],
-) -> None:
-    """Wait for workers, or raise why they will not come; a wait that is too long tells of jobs."""
-    waiting = asyncio.ensure_future(workers)
-    try:
-        while not waiting.done():
-            if (failure := await why_not()) is not None:
-                raise failure
-            await asyncio.wait([waiting], timeout=0.1)
-        await waiting
-    except TimeoutError as error:
-        error.add_note(f"Jobs: {jobs().counts() or 'none'}")
-        raise
-    finally:
-        waiting.cancel()
+# What the work needs
 
 
-class Scaling(Cluster):
-    """The part of a cluster that wishes for workers; `controller` is None before the start."""
+def demand(group: Group, waiting: Sequence[TaskState], target_duration: float) -> int:
+    """Return how many workers a group needs so that its Dask tasks take `target_duration` seconds.
 
-    queue: Queue
-    groups: dict[str, GroupSpec]
-    controller: JobController | None = None
+    The rule is that of distributed's `Scheduler.adaptive_target`, for a part of the scheduler.
+    """
+    workers = [ws for states in group.connected().values() for ws in states]
+    unknown_s = group.controller.scheduler.UNKNOWN_TASK_DURATION
+    sample = waiting[:SAMPLE]
+    known_s = [(ts.prefix.duration_average, 2 * ts.prefix.max_exec_time) for ts in sample]
+    sampled_s = sum(next((one for one in some if one > 0), unknown_s) for some in known_s)
+    waiting_s = sampled_s * len(waiting) / max(1, len(sample))
+    threads = math.ceil((sum(ws.occupancy for ws in workers) + waiting_s) / target_duration)
+    # a few long Dask tasks do not use many threads
+    threads = min(threads, len(waiting) + sum(len(ws.processing) for ws in workers))
+    if not workers:
+        return max(threads, min(1, len(waiting)))
+    needed = math.ceil(threads * len(workers) / sum(ws.nthreads for ws in workers))
+    if sum(ws.nbytes for ws in workers) > FULL * sum(ws.memory_limit for ws in workers) > 0:
+        needed = max(needed, 2 * len(workers))
+    return needed
 
-    def scale(
-        self,
-        n: int | None = None,
-        jobs: int = 0,
-        memory: str | int | None = None,
-        cores: int | None = None,
-        **groups: int,
-    ) -> Any:
-        """Ask for a number of workers, and wait until the queue has their jobs.
 
-        The number is rounded up to whole jobs. If you give several parameters, the one that results
-        in the most workers counts. In an event loop the call returns at once; await what it returns
-        to wait for the queue.
+def demands(
+    groups: Sequence[Group],
+    most: Mapping[str, float],
+    target_duration: float,
+    gangs: int = 0,
+) -> dict[str, int]:
+    """Return how many workers each group needs.
 
-        Parameters
-        ----------
-        n
-            Workers.
-        jobs
-            Jobs.
-        memory
-            Host memory of all workers together, in bytes or as text.
-        cores
-            Threads of all workers together.
-        **groups
-            In a cluster with groups, the workers of each, as in ``scale(gpu=8, cpu=32)``, in place
-            of the other parameters. Groups that are not named stay as they are.
+    What several groups can run, such as Dask tasks that ask for no resources and `gangs` of so many
+    workers, counts for the first of them up to its limit in `most`, and what is left for the next.
+    """
+    scheduler = groups[0].controller.scheduler
+    waiting: dict[tuple[str, ...], list[TaskState]] = {}
+    for ts in (*scheduler.queued, *scheduler.unrunnable):
+        able = tuple(group.name for group in groups if group.can_run(ts))
+        waiting.setdefault(able, []).append(ts)
+    found = {}
+    for group in groups:
+        limit = most[group.name]
+        mine = [names for names in waiting if group.name in names]
+        needed = demand(group, [ts for names in mine for ts in waiting[names]], target_duration)
+        for names in mine:
+            passed_on = round(len(waiting[names]) * max(0.0, 1 - limit / needed)) if needed else 0
+            waiting[names] = waiting[names][:passed_on]
+        found[group.name] = max(needed, int(min(gangs, limit)))
+        gangs = max(0, gangs - found[group.name])
+    return found
 
-        Raises
-        ------
-        UsageError
-            There is no such group, or no such queueing system on this machine.
-        Refused, QueueError
-            The queue does not take the jobs, or does not answer. A limit of the site is only a
-            warning: the cluster tries again later.
-        """
-        given = {"n": n, "jobs": jobs, "memory": memory, "cores": cores}
-        self._check_groups("scale", groups, [name for name, value in given.items() if value])
-        wishes = {name: number(n, f"scale: {name}", "workers") for name, n in groups.items()}
-        if one := self.groups.get(""):
-            wishes[""] = max(
-                number(n or 0, "scale: n", "workers"),
-                number(jobs or 0, "scale: jobs", "jobs") * one.size,
-                math.ceil((parse_memory(memory, "memory") or 0) / one.worker_memory),
-                math.ceil(number(cores or 0, "scale: cores", "cores") / one.worker_threads),
-            )
-        self._running_controller()
-        if any(wishes.values()):
-            self.queue.check()
-        if not self.asynchronous:
-            return self.sync(self._scale, wishes)
-        scaling = asyncio.ensure_future(self._scale(wishes))
-        _scalings.add(scaling)
-        scaling.add_done_callback(lambda _: scaling.cancelled() or scaling.exception())
-        scaling.add_done_callback(_scalings.discard)
-        return scaling
 
-    def _check_groups(self, call: str, named: Collection[str], unnamed: Collection[str]) -> None:
-        """Refuse groups that there are not, and what leaves open which group it is for."""
-        names = [name for name in self.groups if name]
-        if unknown := [name for name in named if name not in names]:
-            there = f"There are {', '.join(names)}" if names else "This cluster has no groups"
-            raise UsageError(f"{call}: no group {', '.join(unknown)}. {there}")
-        if names and (unnamed or not named):
-            raise UsageError(
-                f"{call}: this cluster has groups, so name them: "
-                f"{call}({', '.join(f'{name}=…' for name in names)})"
-            )
+class JobAdaptive(Adaptive):
+    """Adaptive scaling of a group: up at once, down by whole jobs once `wait_count` looks agree."""
 
-    def _tell_most_workers(self, controller: JobController) -> None:
-        """Tell gangs how many workers there may come to be."""
+    cluster: JobCluster
 
-        def most() -> float:
-            limits, groups = self._limits(), controller.groups
-            return sum(limits[name] for name, one in groups.items() if one.failure is None)
+    def __init__(self, cluster: JobCluster, group: str = "", **keywords: Any) -> None:
+        super().__init__(cluster, **keywords)
+        self.group = group
+        self.groups: dict[str, JobAdaptive] = {group: self}
+        self._rules = {"key": self.worker_key, "memory_ratio": keywords.get("memory_ratio")}
+        self._looks: deque[int] = deque(maxlen=max(1, self.wait_count))
 
-        controller.scheduler.extensions[MOST_WORKERS] = most
-
-    def _limits(self) -> dict[str, float]:
-        """Return how many workers each group may come to have without further ado."""
-        adaptive = upstream.adaptive(self)
-        limits: dict[str, float] = {name: len(self._names([name])) for name in self.groups}
-        if adaptive is not None and adaptive.state in ("starting", "running"):
-            each = adaptive.groups if isinstance(adaptive, GroupsAdaptive) else {"": adaptive}
-            limits |= {name: one.maximum for name, one in each.items()}
-        return limits
-
-    def _wish(self, workers: int | Mapping[str, int]) -> JobController:
-        """Set the number of workers, or that of each of these groups."""
-        wishes = workers if isinstance(workers, Mapping) else {"": workers}
-        controller = self._running_controller()
-        for name, n in wishes.items():
-            controller.groups[name].set_target(math.ceil(n / self.groups[name].size))
-        return controller
-
-    async def _scale(self, wishes: Mapping[str, int]) -> None:
-        controller = self._running_controller()
-        self._check_ports(wishes)
-        for name in wishes:
-            controller.groups[name].reset_failures()
-        await self._wish(wishes).wait_submitted(wishes)
-
-    def _check_ports(self, wishes: Mapping[str, int]) -> None:
-        """Refuse more workers of this machine than the range of ports has room for."""
-        if not self.queue.is_local or self.controller is None:
-            return
-        wanted = {
-            name: one.state.wanted * one.state.size for name, one in self.controller.groups.items()
-        }
-        specs = [group.options.spec for group in self.groups.values()]
-        check_size(
-            specs[0].port_range,
-            sum({**wanted, **wishes}.values()),
-            ucx=all(spec.protocol == "ucx" for spec in specs),
-            more=PER_SCHEDULER,
-            where="on this machine",
-            option="port_range",
+    async def target(self) -> int:
+        """Return the number of workers that the work and the gangs need, or that are not idle."""
+        controller = self.cluster.controller
+        assert controller is not None
+        scheduler, group = controller.scheduler, controller.groups[self.group]
+        needed = demands(
+            list(controller.groups.values()),
+            self.cluster.limits(),
+            self.target_duration,
+            workers_wanted(scheduler),
         )
+        idle = retire.closable(scheduler, group.job_of, **self._rules)
+        busy = [ws for job, states in group.connected().items() if job not in idle for ws in states]
+        return max(needed[self.group], len(busy))
 
-    def _scale_down(self, names: Collection[str]) -> None:
-        self._running_controller().groups[""].dismiss(names)
+    async def recommendations(self, target: int) -> dict[str, Any]:
+        """Return whether to have more or fewer workers, and how many."""
+        self._looks.append(target)
+        planned, most = len(self.cluster.names([self.group])), max(self._looks)
+        if target > planned:
+            return {"status": "up", "n": target}
+        if len(self._looks) == self._looks.maxlen and most < planned:
+            return {"status": "down", "n": most}
+        return {"status": "same"}
 
-    def _too_few(self, n_workers: int) -> HpcdaskError | None:
-        """Why there will not be so many workers; None if they may come."""
-        groups = self.controller.groups.values() if self.controller else ()
-        failed = [group for group in groups if group.failure is not None]
-        left = self._names(one.state.group for one in groups if one not in failed)
-        there = left | self.observed
-        if failed and (len(failed) == len(groups) or len(there) < n_workers):
-            return failed[0].failure
-        return None
+    async def scale_up(self, n: int) -> None:  # type: ignore[override]
+        """Wish for so many workers, and do not wait: the next look may find fewer to be enough."""
+        with contextlib.suppress(UsageError):  # the cluster is closed
+            self.cluster.wish({self.group: n})
 
-    def _running_controller(self) -> JobController:
-        if self.controller is None or self.status not in (Status.starting, Status.running):
-            failure = self.controller.failure if self.controller else None
-            shut_down = failure is not None and str(failure) == SHUT_DOWN
-            raise UsageError(SHUT_DOWN if shut_down else "this cluster is closed: make a new one")
-        return self.controller
+    scale_down = scale_up  # type: ignore[assignment]
 
-    def adapt(  # type: ignore[override]
+
+class GroupsAdaptive(JobAdaptive):
+    """Adaptive scaling of several groups, each between `bounds` of its own."""
+
+    def __init__(
         self,
-        *,
-        minimum: int | None = 0,
-        maximum: int | float | None = math.inf,
-        minimum_jobs: int | None = None,
-        maximum_jobs: int | None = None,
-        minimum_memory: str | int | None = None,
-        maximum_memory: str | int | None = None,
-        minimum_cores: int | None = None,
-        maximum_cores: int | None = None,
-        Adaptive: type[Adaptive] = JobAdaptive,
-        **kwargs: Any,
-    ) -> Adaptive:
-        """Make the number of workers follow the work.
-
-        Minimums are rounded up to whole jobs, maximums down. The strictest bound counts.
-
-        Parameters
-        ----------
-        minimum, maximum : int
-            Bound in workers. Default: 0, and no maximum.
-        minimum_jobs, maximum_jobs : int
-            Bound in jobs.
-        minimum_memory, maximum_memory : str or int
-            Bound in host memory of all workers together.
-        minimum_cores, maximum_cores : int
-            Bound in threads of all workers together.
-        Adaptive : type
-            Class that decides.
-        **kwargs
-            ``interval``, ``target_duration`` (times), ``wait_count``, ``worker_key`` and
-            ``memory_ratio`` of `distributed.deploy.adaptive.Adaptive`. In a cluster with groups,
-            the least and most workers of each, as in ``adapt(gpu=(0, 16), cpu=(0, 64))``, in place
-            of the other bounds. Groups that are not named stay as they are.
-
-        Returns
-        -------
-        distributed.deploy.adaptive.Adaptive
-            Its ``stop()`` ends adaptive scaling, and the workers stay. `scale` does not end it: the
-            next look overrules the number.
-
-        Raises
-        ------
-        UsageError
-            A keyword is unknown, a value is not understood, `minimum` is above `maximum`,
-            `maximum` is less than one job, or this machine has no such queueing system.
-        """
-        if "" not in self.groups:
-            given = {name: one for name, one in locals().items() if name[:3] in ("min", "max")}
-            for_all = [name for name, one in given.items() if one not in (None, 0, math.inf)]
-            return self._adapt_groups(kwargs, for_all + ["Adaptive"] * (Adaptive != JobAdaptive))
-        if Adaptive is JobAdaptive:
-            _check_names(kwargs)
-        low = self._bounds("minimum", 0, minimum, minimum_jobs, minimum_memory, minimum_cores)
-        high = self._bounds(
-            "maximum", math.inf, maximum, maximum_jobs, maximum_memory, maximum_cores
-        )
-        least, most = _whole_jobs(max(low), min(high), self.groups[""].size)
-        return self._start_adaptive(Adaptive, [""], minimum=least, maximum=most, **kwargs)
-
-    def _adapt_groups(self, given: dict[str, Any], for_all: Collection[str]) -> Adaptive:
-        named = {name: given.pop(name) for name in list(given) if name not in ADAPTIVE}
-        self._check_groups("adapt", named, for_all)
-        bounds = {
-            name: _group_bounds(name, value, self.groups[name].size)
-            for name, value in named.items()
+        cluster: JobCluster,
+        bounds: Mapping[str, tuple[int, float]],
+        interval: Any = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(cluster, interval=interval, **keywords)
+        self.groups = {
+            name: JobAdaptive(cluster, name, interval=0, minimum=least, maximum=most, **keywords)
+            for name, (least, most) in bounds.items()
         }
-        return self._start_adaptive(GroupsAdaptive, bounds, bounds=bounds, **given)
 
-    def _start_adaptive(
-        self, kind: type[Adaptive], names: Collection[str], **keywords: Any
-    ) -> Adaptive:
-        keywords |= _times(keywords)
-        controller = self._running_controller()
-        self.queue.check()
-        for name in names:
-            controller.groups[name].reset_failures()
-        if any(self.groups[name].size > 1 for name in names):
-            keywords.setdefault("worker_key", job_of)
-        return super().adapt(kind, **keywords)
-
-    def _bounds(
-        self, name: str, default: float, workers: Any, jobs: Any, memory: Any, cores: Any
-    ) -> list[float]:
-        """Return each of a bound's four forms in workers, `default` where it is not given."""
-        one = self.groups[""]
-        amount = parse_memory(memory, f"{name}_memory")
-        return [
-            _workers(workers, name, "workers", default=default),
-            _workers(jobs, f"{name}_jobs", "jobs", each=one.size, default=default),
-            default if amount is None else amount / one.worker_memory,
-            _workers(cores, f"{name}_cores", "cores", share=one.worker_threads, default=default),
-        ]
-
-    @property
-    def plan(self) -> set[str]:
-        """Names of the workers that are wanted, for adaptive scaling."""
-        return self._names(self.groups)
-
-    #: Names of the workers that are asked for.
-    requested = plan
-
-    @property
-    def observed(self) -> set[str]:
-        """Names of the workers that are connected."""
-        return self._connected(self.groups)
-
-    def _names(self, groups: Iterable[str]) -> set[str]:
-        """Names of the workers of these groups that are wanted."""
-        known = self.controller.groups if self.controller else {}
-        return {name for group in groups if group in known for name in known[group].state.names()}
-
-    def _connected(self, groups: Iterable[str]) -> set[str]:
-        """Names of those that are connected."""
-        known = self.controller.groups if self.controller else {}
-        states = [known[group].state for group in groups if group in known]
-        return {str(ws.name) for one in states for jobs in one.connected().values() for ws in jobs}
+    async def adapt(self) -> None:
+        """Look at each group."""
+        for one in self.groups.values():
+            await one.adapt()

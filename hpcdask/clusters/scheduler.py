@@ -8,63 +8,36 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import dask.config
-from distributed import Scheduler, Security, rpc
+from distributed import Scheduler, Security
 from distributed.comm import get_address_host
-from distributed.utils import format_dashboard_link
+from distributed.core import Status
+from distributed.utils import format_dashboard_link, get_ip
 
+from hpcdask.comm.fabric import only_address
 from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines
 from hpcdask.node.scratch import scratch_folder
 from hpcdask.process import make_observable, owner_text, raise_descriptor_limit
 from hpcdask.security import ports, private, webserver
 from hpcdask.security.credentials import (
-    FILES,
-    Credentials,
+    FIELDS,
     create_credentials,
     save_credentials,
     to_security,
 )
-from hpcdask.security.tls import ClusterSecurity
-from hpcdask.upstream import distributed as upstream
-from hpcdask.upstream.dask import cull_by_layer
+from hpcdask.security.nearby import NearbySecurity
+from hpcdask.upstream.distributed import cull_by_layer
 
-from .keywords import check_interface
-from .options import NO_ADDRESS
-
-LOOPBACK = "127.0.0.1"
-
-
-def read_scheduler_options(
-    given: dict[str, Any] | None,
-    config_name: str,
-    interface: str | None,
-    *,
-    local: bool,
-    on_node: bool = False,
-) -> dict[str, Any]:
-    """The keywords of the scheduler: as given, else those of the section, and where it listens.
-
-    If it will run `on_node`, its interface cannot be looked for here.
-    """
-    configured = dask.config.get(f"jobqueue.{config_name}.scheduler-options", None)
-    chosen = dict(configured or {}) if given is None else dict(given)
-    if "host" not in chosen:
-        chosen.setdefault("interface", interface)
-        if local and chosen["interface"] is None:
-            chosen["host"] = LOOPBACK
-        what = "interface" if chosen["interface"] == interface else "scheduler_options"
-        if not on_node:
-            check_interface(chosen["interface"], what)
-    return chosen
+from .options import LOOPBACK, NO_ADDRESS
 
 
 @dataclass(eq=False)
 class ClusterScheduler:
-    """A scheduler in the event loop of its cluster; `server` is None before the start.
+    """Scheduler in the event loop of its cluster; `server` is None before the start.
 
-    `options` come from `read_scheduler_options`. `asked` is credentials of one's own, or False for
-    none; otherwise new ones are made. `local` tells whether all workers are on this machine. Before
-    the start `address` is what stands for it in a preview.
+    `options` are its keywords. `asked` is credentials of the user's own, or False for none;
+    otherwise new ones are made. `local` tells whether all workers are on this machine. `address`
+    has a placeholder before the start, `dashboard_link` is empty, and so is `tunnel`, the command
+    that brings the dashboard to the user's machine, where none is needed.
     """
 
     scheduler_cls: type[Scheduler]
@@ -75,73 +48,79 @@ class ClusterScheduler:
     port_range: str | None = None
     server: Scheduler | None = None
     address: str = NO_ADDRESS
-    security: Security = field(default_factory=Security)
+    dashboard_link: str = ""
+    tunnel: str = ""
+    security: Security = field(default_factory=NearbySecurity)
     _scratch: str = ""
 
     def save_keys(self, folder: str) -> None:
-        """Make the credentials, and save what workers need of them in `folder`."""
-        credentials = self._credentials()
-        shared = {name: text for name, text in credentials.items() if "scheduler" not in name}
-        if shared:
-            save_credentials(shared, folder)
-
-    def _credentials(self) -> Credentials:
-        """Set `security`, and return the workers' keys. The user's are files or texts, as given."""
-        asked = self.asked
+        """Set `security`, and save what workers need of it in `folder`."""
+        asked, keys = self.asked, dict[str, str]()
         if asked is False:
             self.say("warning: security=False: any user who reaches a port of it runs code as you")
-            return {}
-        if isinstance(asked, Security):
-            self.security = ClusterSecurity.of(asked) if type(asked) is Security else asked
-            fields = FILES.values()
-            given = {field: getattr(asked, field) for field in fields if getattr(asked, field)}
-            return {field: _text(value) for field, value in given.items()}
-        made = create_credentials()
-        self.security = to_security(made)
-        return made
+        elif isinstance(asked, Security):
+            self.security = NearbySecurity.of(asked) if type(asked) is Security else asked
+            given = {name: getattr(asked, name) for name in FIELDS}
+            keys = {name: _pem(value) for name, value in given.items() if value}
+        else:
+            keys = create_credentials()
+            self.security = to_security(keys)
+        if shared := {name: text for name, text in keys.items() if "scheduler" not in name}:
+            save_credentials(shared, folder)
 
     async def start(self) -> None:
         """Start the scheduler, and its dashboard once somebody looks at it."""
         raise_descriptor_limit()
+        chosen = self.options.get("host") or self.options.get("interface")
+        if not (self.local or chosen) and (address := only_address(own := get_ip())) != own:
+            self.options["host"] = address
+        options = {
+            "protocol": "tls" if self.security.require_encryption else "tcp",
+            "security": self.security,
+            "port": 0,
+            "dashboard": False,
+            "dashboard_address": f"{LOOPBACK}:{0 if self.port_range else 8787}",
+            "local_directory": self._scratch,
+            **self.options,
+        }
         with ports.within(self.port_range):
-            server = await self._start()
-        self.address = server.address
-        if not self.local and get_address_host(self.address) in (LOOPBACK, "::1"):
+            # the default port of the dashboard may be taken
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Port .* is already in use")
+                self.server = self.scheduler_cls(**options)
+            webserver.guard(self.server)
+            webserver.add_lazy_dashboard(self.server)
+            self.server.add_plugin(GpuMonitor(self.server))
+            cull_by_layer()
+            await self.server
+        self.address = self.server.address
+        host = get_address_host(self.address)
+        if not self.local and (host.startswith("127.") or host == "::1"):
             self.say(
                 f"warning: the scheduler listens at {self.address}, which other nodes cannot "
                 f'reach: name this machine\'s network with scheduler_options={{"interface": "…"}}'
             )
+        web: Any = self.server.http_server
+        if web is not None:
+            self._show_dashboard(web.address, web.port, host)
 
-    async def _start(self) -> Scheduler:
-        # the default port of the dashboard may be taken
-        with warnings.catch_warnings(), webserver.without_proxy():
-            warnings.filterwarnings("ignore", message="Port .* is already in use")
-            self.server = self.scheduler_cls(
-                **{
-                    "protocol": "tls" if self.security.require_encryption else "tcp",
-                    "security": self.security,
-                    "port": 0,
-                    "dashboard": False,
-                    "dashboard_address": f"{LOOPBACK}:{0 if self.port_range else 8787}",
-                    "local_directory": self._scratch,
-                    **self.options,
-                }
+    def _show_dashboard(self, listens: str, port: int, host: str) -> None:
+        """Set the link to the dashboard, and the command that brings it to the user's machine."""
+        host = listens if listens in (LOOPBACK, "::1") else host
+        try:
+            self.dashboard_link = str(format_dashboard_link(host, port))
+        except KeyError as error:
+            self.dashboard_link = f"http://{host}:{port}/status"
+            self.say(
+                f"warning: distributed.dashboard.link of Dask's configuration names "
+                f"{error.args[0]}, which is not set here, so the plain address is shown"
             )
-        webserver.guard(self.server)
-        webserver.add_lazy_dashboard(self.server)
-        self.server.add_plugin(GpuMonitor(self.server))
-        cull_by_layer()
-        await self.server
-        return self.server
-
-    def connect(self) -> rpc:
-        """A connection to the scheduler, for distributed's side of the cluster."""
-        access: Any = self.security.get_connection_args("client")
-        return rpc(self.address, connection_args=access)
+        if not self.local and listens == LOOPBACK:
+            self.tunnel = f"ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}"
 
     async def close(self) -> None:
         """Close the scheduler if it was started. Its workers end as well."""
-        if self.server is not None:
+        if self.server is not None and self.server.status != Status.closed:
             await refresh(self.server)
             for line in usage_lines(self.server):
                 self.say(line)
@@ -149,11 +128,7 @@ class ClusterScheduler:
 
     def make_scratch(self) -> None:
         """Make its folder: distributed's usual one, on sys.path as well, may be another user's."""
-
-        def announce(path: str) -> None:
-            self._scratch = path
-
-        scratch_folder(None, announce)
+        self._scratch = scratch_folder(None, lambda path: None)
         make_observable()
 
     def remove_scratch(self) -> None:
@@ -161,32 +136,9 @@ class ClusterScheduler:
         if self._scratch:
             private.remove(self._scratch, owner_text())
 
-    def leave_to_parent(self) -> None:
-        """In a child that was forked: what the scheduler has on disk stays."""
-        upstream.leave_folder(self.server)
 
-    # The dashboard
-
-    def dashboard_link(self) -> str:
-        """Where the dashboard is if it listens on this machine only; else empty."""
-        web = self._web_server()
-        if web is None or web.address not in (LOOPBACK, "::1"):
-            return ""
-        return str(format_dashboard_link(web.address, web.port))
-
-    def tunnel(self) -> str:
-        """The command that brings the dashboard to the user's machine; empty if none is needed."""
-        web = self._web_server()
-        if self.local or web is None or web.address != LOOPBACK:
-            return ""
-        return f"ssh -L {web.port}:{LOOPBACK}:{web.port} {socket.gethostname()}"
-
-    def _web_server(self) -> Any:
-        return None if self.server is None else self.server.http_server
-
-
-def _text(value: str) -> str:
-    """PEM text: given as such, or the path of a file."""
+def _pem(value: str) -> str:
+    """Return a PEM text, which is given as such or as the path of a file."""
     if "\n" in value:
         return value
     with open(value) as file:

@@ -1,8 +1,7 @@
 """Release of device memory of dead processes that UCX 1.21 keeps mapped (CUDA IPC).
 
-Memory that a process has mapped of another's stays allocated after the other's death. UCX 1.21 maps
-a peer's memory once and keeps it, so that a dead worker's pool would live on in its peers, and its
-replacement would find no room. Here UCX's table is emptied for a process that is gone.
+Memory that a process has mapped of another's stays allocated after the other's death, and a dead
+worker's replacement would find no room. Here UCX's table is emptied for a process that is gone.
 
 UCX 1.22.0 needs no help: it unmaps with the endpoint. libucxx 0.52 pins libucx below 1.22; delete
 this module when that pin moves past it, unless a later UCX has gone back.
@@ -51,10 +50,7 @@ def own_namespace() -> int:
 
 
 class Mappings:
-    """Processes whose memory UCX has mapped here; only for the thread that drives UCX.
-
-    Without a version there are none. ``unknown`` is a version whose mappings are not released.
-    """
+    """Processes whose memory UCX has mapped here; only for the thread that drives UCX."""
 
     def __init__(self, version: tuple[int, ...] = ()) -> None:
         self.known = version[:2] == KNOWN

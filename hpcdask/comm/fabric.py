@@ -1,8 +1,4 @@
-"""Links of the GPUs and the nodes, and which of them the installed UCX can use.
-
-Everything is read from files, psutil and NVML: without a CUDA call and without loading UCX, so that
-the process can still fork.
-"""
+"""Links of GPUs and nodes, by files, psutil and NVML: the process can still fork."""
 
 from __future__ import annotations
 
@@ -41,11 +37,7 @@ class Interface(Record):
 
 @dataclass(frozen=True)
 class Port(Record):
-    """A port of an RDMA device, by the name that UCX has for it: ``mlx5_0:1``.
-
-    The link layer is ``InfiniBand``, or ``Ethernet`` for RoCE; the state ``ACTIVE``, ``DOWN``, ...;
-    the speed is in Mb/s, 0 if unknown. Containers show ports that are not ``accessible``.
-    """
+    """Port of an RDMA device as UCX names it (``mlx5_0:1``), its speed in Mb/s, or 0."""
 
     name: str
     link_layer: str
@@ -66,12 +58,7 @@ class Port(Record):
 
 @dataclass(frozen=True)
 class Fabric(Record):
-    """Links of a node, as one process sees them: interfaces that are up and lead to other nodes.
-
-    ``nvlink`` has the pairs of UUIDs of GPUs that NVLink joins. ``hidden_gpus`` counts those that a
-    cgroup or a container keeps from this process. ``gpus`` are the UUIDs that NVML shows, whatever
-    ``CUDA_VISIBLE_DEVICES`` says, without sliced ones (MIG).
-    """
+    """Links of a node, as one process sees them; ``hidden_gpus`` are kept from it by a cgroup."""
 
     interfaces: tuple[Interface, ...] = ()
     infiniband: tuple[Port, ...] = ()
@@ -88,10 +75,7 @@ def look(
     gpus: bool = True,
     own: Collection[str] | None = None,
 ) -> Fabric:
-    """Read all links below ``root``, which ends in a slash; what is missing is no error.
-
-    Without ``gpus``, neither NVML nor the driver is asked; ``own`` is as of `nvlink_pairs`.
-    """
+    """Read all links below ``root``; without ``gpus``, neither NVML nor the driver is asked."""
     shown, joined = nvlink_pairs(own) if gpus else ((), ())
     return Fabric(
         interfaces=interfaces(root),
@@ -104,10 +88,7 @@ def look(
 
 
 def interfaces(root: str = "/", *, every: bool = False) -> tuple[Interface, ...]:
-    """Return the network interfaces with an IPv4 address, by name.
-
-    Those that lead to no other node (loopback, bridges, links that are down) only with ``every``.
-    """
+    """Return interfaces with IPv4; those that lead to no other node only with ``every``."""
     import socket
 
     import psutil
@@ -124,6 +105,18 @@ def interfaces(root: str = "/", *, every: bool = False) -> tuple[Interface, ...]
             speed = stat.speed if stat and stat.speed > 0 else 0
             found.append(Interface(name, address, _kind(name, root), speed))
     return tuple(found)
+
+
+def only_address(address: str) -> str:
+    """Return the address of this machine's only network in place of a loopback address.
+
+    Without a default route, distributed takes the host's own name, which Debian's /etc/hosts has
+    at 127.0.1.1. With several networks or none the address stays.
+    """
+    if not address.startswith("127."):
+        return address
+    found = interfaces()
+    return found[0].address if len(found) == 1 else address
 
 
 def _kind(name: str, root: str) -> Kind:
@@ -156,19 +149,15 @@ def infiniband(root: str = "/") -> tuple[Port, ...]:
 def nvlink_pairs(
     own: Collection[str] | None = None,
 ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Return the GPUs that NVML shows, without sliced ones, and the pairs that NVLink joins.
-
-    ``own`` are the UUIDs of the GPUs whose pairs matter; None is all.
-    """
+    """Return the GPUs that NVML shows, and the pairs with ``own`` ones that NVLink joins."""
     try:
-        with nvml.session() as started:
-            gpus = [] if started is None else started.whole_gpus()
-            joined = tuple(
-                (first.uuid, second.uuid)
-                for first, second in itertools.combinations(gpus, 2)
-                if own is None or first.uuid in own or second.uuid in own
-                if first.is_joined(second)
-            )
-            return tuple(one.uuid for one in gpus), joined
+        gpus = nvml.whole_gpus()
+        joined = tuple(
+            (first.uuid, second.uuid)
+            for first, second in itertools.combinations(gpus, 2)
+            if own is None or first.uuid in own or second.uuid in own
+            if first.is_joined(second)
+        )
+        return tuple(one.uuid for one in gpus), joined
     except Exception:  # no package, no driver, or one that does not fit the other: no NVLink
         return (), ()

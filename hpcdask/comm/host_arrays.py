@@ -1,8 +1,4 @@
-"""CuPy arrays on workers without a GPU: `HostArray`, which computes as NumPy.
-
-A worker on a GPU that fetches one, such as when another hands over what it holds, gets a CuPy
-array again.
-"""
+"""CuPy arrays on workers without a GPU: `HostArray`, which computes as NumPy."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Workers that exchange data over ucx, and speak tcp (TLS) with everybody else.
-
-A worker is known by its tcp address: the scheduler, clients and nannies dial that, and need no UCX.
-Beside it the worker listens on ucx. One that wants data of another asks it once, over TLS, where
-that is and by which secret it lets others in; from then on the two talk ucx.
-"""
+"""Workers that exchange data over ucx, and speak tcp (TLS) with everybody else."""
 
 from __future__ import annotations
 
@@ -26,13 +21,13 @@ from distributed.protocol import to_serialize
 from distributed.utils import get_ip
 
 from hpcdask.errors import ClusterError, root_cause
-from hpcdask.logs import complain, say
-from hpcdask.process import mark, raise_descriptor_limit
+from hpcdask.logs import complain
+from hpcdask.process import mark
 from hpcdask.security import webserver
 from hpcdask.upstream import distributed as upstream
 
 from .cuda_ipc import Mappings, release_of_the_dead
-from .warmup import TOPIC, LinkTest, choose_peers, connect_timeout, evaluate
+from .warmup import TOPIC, LinkTest, choose_peers, connect_timeout
 
 logger = logging.getLogger("distributed.hpcdask.peers")
 
@@ -81,11 +76,9 @@ class Route:
 
 
 class PeerPool(ConnectionPool):
-    """A worker's connections: ucx to other workers, tcp to all else.
+    """A worker's connections, set up by `attend`: ucx to other workers, tcp to all else."""
 
-    distributed's own pool becomes one of these, so it has no constructor; `attend` sets it up.
-    """
-
+    # distributed's own pool becomes one of these, so it has no constructor
     def attend(self, me: PeerWorker, apart: Iterable[str]) -> None:
         """Begin to ask peers for ucx, except those apart: the scheduler and the nanny."""
         self.me = me
@@ -148,11 +141,7 @@ class PeerPool(ConnectionPool):
 
 
 class PeerWorker(Worker):
-    """A worker that may talk ucx to its peers, and gets warm before it is used.
-
-    The exchange is ``ucx``, ``tcp``, or ``auto`` for ucx if it starts; its reach ``all`` workers,
-    or those of its ``node``. One that ``tells`` writes to stderr that it is warm.
-    """
+    """A worker that may talk ucx to its peers, and gets warm before it is used."""
 
     def __init__(
         self,
@@ -160,21 +149,18 @@ class PeerWorker(Worker):
         exchange: str = "tcp",
         on_device: bool = False,
         reach: str = "all",
-        tells: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.exchange = exchange
         self.reach = reach
         self.on_device = on_device
-        self.tells = tells
         self._ucx_address: str | None = None
         self._decided = asyncio.Event()
         self._warming: asyncio.Task[None] | None = None
         self._mappings = Mappings()
         self._releasing: asyncio.Task[None] | None = None
         self.handlers |= {CONTACT: self._tell_contact, BLOCK: self._give_block, WARM: self._fetch}
-        raise_descriptor_limit()
         pool: Any = self.rpc
         pool.__class__ = PeerPool
         pool.attend(self, filter(None, [self.scheduler.address, self.nanny]))
@@ -270,7 +256,6 @@ class PeerWorker(Worker):
         return result
 
     async def close(self, *args: Any, **kwargs: Any) -> Any:
-        """Close."""
         for task in (self._warming, self._releasing):
             if task is not None:
                 task.cancel()
@@ -322,10 +307,6 @@ class PeerWorker(Worker):
             return
         mark("warm")
         self.log_event(TOPIC, {"name": str(self.name), "links": links})
-        if self.tells and links:
-            found = evaluate([LinkTest(**link) for link in links], on_device=self.on_device)
-            for line in (f"worker {self.name} is warm: {found.line}", *found.warnings):
-                say(line)
 
     async def _exchange_blocks(self, links: list[dict[str, Any]]) -> None:
         known = (await self.scheduler.identity())["workers"]

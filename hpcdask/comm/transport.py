@@ -1,8 +1,4 @@
-"""Choice of the workers' transport and interface.
-
-Pure decisions from what `hpcdask.comm.fabric` saw on each node: does NVLink join the GPUs, does
-InfiniBand join the nodes, can UCX be used.
-"""
+"""Choice of transport and interface: pure decisions from what `fabric` saw."""
 
 from __future__ import annotations
 
@@ -20,12 +16,10 @@ from hpcdask.spec.specs import WorkerSpec
 from .fabric import Fabric, Interface
 from .ucx_config import PREFER_SYSTEM
 
-#: Which workers use ucx to each other: all, or those of a node, with tcp between the nodes.
+#: Workers that use ucx to each other: all, or those of a node, with tcp between the nodes.
 Reach = Literal["all", "node"]
-
 #: `--interface` that is chosen from what the nodes have.
 AUTO = "auto"
-
 USE_SYSTEM = (
     f"set {PREFER_SYSTEM}=true on all nodes with a UCX of the system or of conda that has "
     f"InfiniBand (with its ucx_info on PATH)"
@@ -33,11 +27,17 @@ USE_SYSTEM = (
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Chosen transport, the reason in one line for the user, and warnings, a line each.
+class NodeLinks:
+    """GPUs and links of one rank or node."""
 
-    The reach of ucx is all workers, or those of one node among each other.
-    """
+    host: str
+    gpus: tuple[Gpu, ...]
+    fabric: Fabric
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Transport, the reason for the user, and warnings; ucx reaches all workers or a node's."""
 
     protocol: Literal["tcp", "ucx"]
     reason: str
@@ -45,48 +45,41 @@ class Choice:
     reach: Reach = "all"
 
 
-class Obstacle(NamedTuple):
-    """Reason why a link is not used, empty if it is, and the user's remedy, empty if none."""
+class Answer(NamedTuple):
+    """Reason for a no, empty for a yes, and the user's remedy, empty if there is none."""
 
     reason: str = ""
     remedy: str = ""
 
 
-def choose(spec: WorkerSpec, nodes: Sequence[NodeLinks]) -> Choice:
+def choose(spec: WorkerSpec, seats: Sequence[NodeLinks], *, alone: bool = False) -> Choice:
     """Choose between tcp and ucx for all workers, by what joins each rank or node.
 
-    ``auto`` takes ucx where every worker has a GPU, distributed-ucxx is there, and NVLink joins the
-    GPUs of a node or InfiniBand joins the nodes. With NVLink only, nodes exchange over tcp. What
-    was asked for by name and cannot work is an error.
+    ``auto`` takes ucx where every worker has a GPU, UCX can be used, and NVLink joins the GPUs of a
+    node or InfiniBand joins the nodes. With NVLink only, nodes exchange over tcp. What was asked
+    for by name and cannot work is an error. The workers of one job on a node, ``alone``, do not
+    know the others: each pair of workers uses ucx if both have chosen it.
     """
-    return _choose(spec, nodes, alone=False)
-
-
-def choose_alone(spec: WorkerSpec, seat: NodeLinks) -> Choice:
-    """Choose for the workers of one job on this node, which does not know the others.
-
-    Each pair of workers uses ucx if both have chosen it.
-    """
-    return _choose(spec, [seat], alone=True)
-
-
-def _choose(spec: WorkerSpec, seats: Sequence[NodeLinks], *, alone: bool) -> Choice:
-    nvlink = _missing_nvlink(spec, seats, alone=alone)
-    infiniband = _missing_infiniband(spec, seats)
-    others = alone or len(by_host(seats)) > 1
+    several = alone or len(_by_host(seats)) > 1
+    nvlink, infiniband = _nvlink(spec, seats, alone=alone), _infiniband(spec, seats)
     idle, unusable = _nothing_to_join(seats, alone=alone), _unusable_ucx(spec, seats)
-    links = [nvlink, infiniband] if others else [nvlink]
-    remedies = tuple(f"{why}: {remedy}" for why, remedy in links if remedy and not idle)
-    best = Choice("ucx", _links(seats, nvlink, alone=alone), remedies)
+    links = [infiniband, nvlink] if several else [nvlink]
+    remedies = tuple(f"{why}: {remedy}" for why, remedy in reversed(links) if remedy and not idle)
     if idle:  # links first: without them no package need be installed
         best = Choice("tcp", idle)
     elif all(why for why, _ in links):
-        best = Choice("tcp", "; ".join(why for why, _ in reversed(links)), remedies)
+        best = Choice("tcp", "; ".join(why for why, _ in links), remedies)
     elif unusable:
         best = Choice("tcp", unusable)
-    elif others and infiniband.reason:
+    elif not several:
+        best = Choice("ucx", f"NVLink joins the {len(_uuids(seats))} GPUs of {seats[0].host}")
+    elif infiniband.reason:
         reason = f"NVLink inside nodes, tcp between them: {infiniband.reason}"
         best = Choice("ucx", reason, remedies, "node")
+    else:
+        nodes = "this node to others" if alone else f"the {len(_by_host(seats))} nodes"
+        inside = "" if nvlink.reason else ", NVLink the GPUs inside"
+        best = Choice("ucx", f"InfiniBand joins {nodes}{inside}", remedies)
     return best if spec.protocol == "auto" else _by_name(spec, seats, best, unusable)
 
 
@@ -109,9 +102,19 @@ def _by_name(spec: WorkerSpec, seats: Sequence[NodeLinks], best: Choice, unusabl
     return Choice("ucx", "--protocol ucx", (*best.warnings, *slow))
 
 
-def _hosts(seats: Sequence[NodeLinks], test: Callable[[Fabric], bool]) -> list[str]:
-    """Return the nodes whose fabric passes a test."""
+def _by_host(seats: Sequence[NodeLinks]) -> dict[str, list[NodeLinks]]:
+    hosts: dict[str, list[NodeLinks]] = {}
+    for seat in seats:
+        hosts.setdefault(seat.host, []).append(seat)
+    return hosts
+
+
+def _hosts(seats: Sequence[NodeLinks], test: Callable[[Fabric], object]) -> list[str]:
     return list(dict.fromkeys(seat.host for seat in seats if test(seat.fabric)))
+
+
+def _uuids(seats: Sequence[NodeLinks]) -> set[str]:
+    return {gpu.uuid for seat in seats for gpu in seat.gpus}
 
 
 def _nothing_to_join(seats: Sequence[NodeLinks], *, alone: bool) -> str:
@@ -126,88 +129,90 @@ def _nothing_to_join(seats: Sequence[NodeLinks], *, alone: bool) -> str:
     return ""
 
 
-def _missing_nvlink(spec: WorkerSpec, seats: Sequence[NodeLinks], *, alone: bool) -> Obstacle:
-    """Return why NVLink does not join the GPUs inside each node."""
-    hosts = by_host(seats)
-    if spec.enable_nvlink:
-        return Obstacle()
+def _left_out(seats: Sequence[NodeLinks], part: str, name: str) -> str:
+    """Return which ``UCX_TLS`` leaves out a part of UCX; empty if none does."""
     for seat in seats:
-        if not seat.fabric.ucx.permits("nvlink"):
-            return Obstacle(f"UCX_TLS={seat.fabric.ucx.tls} on {seat.host} leaves out NVLink")
-        if spec.enable_nvlink is False and not seat.fabric.ucx.tls:
-            return Obstacle("--disable-nvlink leaves out NVLink")
-    if any(uuid.startswith("MIG-") for uuid in uuids(seats)):
-        return Obstacle("MIG slices cannot share memory with each other (CUDA IPC, NVLink)")
+        if not seat.fabric.ucx.permits(part):
+            return f"UCX_TLS={seat.fabric.ucx.tls} on {seat.host} leaves out {name}"
+    return ""
+
+
+def confined(seats: Sequence[NodeLinks], *, alone: bool = False) -> bool:
+    """Return whether a rank of a node, or one job there, does not see the GPU of another."""
+    if alone:
+        return any(seat.fabric.hidden_gpus for seat in seats)
+    whole = {uuid for uuid in _uuids(seats) if not uuid.startswith("MIG-")}
+    return any(
+        (seat.fabric.gpus or seat.fabric.hidden_gpus) and not whole <= set(seat.fabric.gpus)
+        for seat in seats
+        if seat.gpus
+    )
+
+
+def _nvlink(spec: WorkerSpec, seats: Sequence[NodeLinks], *, alone: bool) -> Answer:
+    """Answer whether NVLink joins each GPU of a node to others there, where it has any."""
+    if spec.enable_nvlink is not None:
+        return Answer("" if spec.enable_nvlink else "--disable-nvlink leaves out NVLink")
+    if reason := _left_out(seats, "nvlink", "NVLink"):
+        return Answer(reason)
+    if any(uuid.startswith("MIG-") for uuid in _uuids(seats)):
+        return Answer("MIG slices cannot share memory with each other (CUDA IPC, NVLink)")
+    hosts = _by_host(seats)
     if shut := [host for host, there in hosts.items() if confined(there, alone=alone)]:
-        return Obstacle(
+        return Answer(
             f"workers on {some(shut)} are confined to their GPUs by a cgroup or a container, so "
             f"CUDA IPC and NVLink do not work between them",
             "let jobs have whole nodes, or start the ranks with --gpu-bind=none",
         )
-    if all(len(partners(there, alone=alone)) < 2 for there in hosts.values()):
-        return Obstacle(f"there is one GPU only on {some(hosts)}, so nothing to join by NVLink")
+    single = True
     for host, there in hosts.items():
-        if not nvlink_joins(there, alone=alone):
-            return Obstacle(f"NVLink does not join the GPUs of {host}")
-    return Obstacle()
+        partners = _uuids(there)
+        if alone:  # others may have all that it sees
+            partners.update(*(seat.fabric.gpus for seat in there))
+        pairs = [pair for seat in there for pair in seat.fabric.nvlink if partners.issuperset(pair)]
+        if len(partners) > 1:
+            single = False
+            if not _uuids(there) <= set(itertools.chain(*pairs)):
+                return Answer(f"NVLink does not join the GPUs of {host}")
+    if single:
+        return Answer(f"there is one GPU only on {some(hosts)}, so nothing to join by NVLink")
+    return Answer()
 
 
-def _missing_infiniband(spec: WorkerSpec, seats: Sequence[NodeLinks]) -> Obstacle:
-    """Return why InfiniBand does not join the nodes, which are several."""
-    for seat in seats:
-        if not seat.fabric.ucx.permits("infiniband"):
-            return Obstacle(f"UCX_TLS={seat.fabric.ucx.tls} on {seat.host} leaves out InfiniBand")
+def _infiniband(spec: WorkerSpec, seats: Sequence[NodeLinks]) -> Answer:
+    """Answer whether InfiniBand joins the nodes, which are several."""
+    if reason := _left_out(seats, "infiniband", "InfiniBand"):
+        return Answer(reason)
     by_name = spec.protocol == "ucx"  # RoCE needs a network that suits
-    without = _hosts(
+    if without := _hosts(
         seats, lambda one: not any(p.usable and (by_name or not p.roce) for p in one.infiniband)
-    )
-    if not without:
-        lacking = _hosts(seats, lambda one: not one.ucx.problem and "ib" not in one.ucx.transports)
-        why = f"the UCX on {some(lacking)} cannot use the InfiniBand there"
-        return Obstacle(why, USE_SYSTEM) if lacking else Obstacle()
-    names = [{i.name for i in seat.fabric.interfaces if i.kind == "slingshot"} for seat in seats]
-    if slingshot := min(set.intersection(*names), default=""):
-        return Obstacle(
-            f"UCX has no transport for Slingshot, which tcp can use (--interface {slingshot})"
-        )
-    return Obstacle(f"no usable InfiniBand on {some(without)}")
+    ):
+        cards = [one for seat in seats for one in seat.fabric.interfaces if one.kind == "slingshot"]
+        hint = f"; tcp can use Slingshot (--interface {cards[0].name})" if cards else ""
+        return Answer(f"no usable InfiniBand on {some(without)}{hint}")
+    if lacking := _hosts(seats, lambda one: not one.ucx.problem and "ib" not in one.ucx.transports):
+        return Answer(f"the UCX on {some(lacking)} cannot use the InfiniBand there", USE_SYSTEM)
+    return Answer()
 
 
 def _unusable_ucx(spec: WorkerSpec, seats: Sequence[NodeLinks]) -> str:
     """Return why UCX cannot carry the workers' data; empty if it can."""
-    for seat in seats:
-        ucx = seat.fabric.ucx
-        if ucx.problem:
-            same = _hosts(seats, lambda fabric: fabric.ucx.problem == ucx.problem)  # noqa: B023
-            return f"on {some(same)}, {ucx.problem}"
-        if seat.gpus and "cuda" not in ucx.transports:
-            return f"the UCX on {seat.host} has no transport for CUDA: use one that has it"
-        if seat.gpus and not ucx.permits("copies"):
-            return f"UCX_TLS={ucx.tls} on {seat.host} leaves out cuda_copy for GPU memory"
-        if seat.gpus and spec.rmm_async:
-            return (
-                "--rmm-async: memory of CUDA's asynchronous allocator cannot be shared between "
-                "processes, and ucx then copies it at 0.24 to 0.37 GB/s"
-            )
-    return ""
-
-
-def _links(seats: Sequence[NodeLinks], nvlink: Obstacle, *, alone: bool) -> str:
-    """Return what joins the workers where ucx is for all of them."""
-    hosts = by_host(seats)
-    if alone or len(hosts) > 1:
-        nodes = "this node to others" if alone else f"the {len(hosts)} nodes"
-        return f"InfiniBand joins {nodes}{'' if nvlink.reason else ', NVLink the GPUs inside'}"
-    return f"NVLink joins the {len(uuids(seats))} GPUs of {seats[0].host}"
+    on_gpus = [seat for seat in seats if seat.gpus]
+    if lacking := _hosts(seats, lambda one: one.ucx.problem):
+        first = next(seat.fabric.ucx.problem for seat in seats if seat.fabric.ucx.problem)
+        return f"on {some(lacking)}, {first}"
+    if lacking := _hosts(on_gpus, lambda one: "cuda" not in one.ucx.transports):
+        return f"the UCX on {some(lacking)} has no transport for CUDA: use one that has it"
+    if on_gpus and spec.rmm_async:
+        return (
+            "--rmm-async: memory of CUDA's asynchronous allocator cannot be shared between "
+            "processes, and ucx then copies it at 0.24 to 0.37 GB/s"
+        )
+    return _left_out(on_gpus, "copies", "cuda_copy for GPU memory")
 
 
 def choose_interface(spec: WorkerSpec, nodes: Sequence[NodeLinks]) -> dict[str, str]:
-    """Return the interface of each host: the user's, or for ``auto`` the best that all have.
-
-    InfiniBand before Slingshot before Ethernet; of several, one whose name all nodes have, the
-    fastest. Nothing in common is a UsageError; nothing asked for is empty. `check_interface` checks
-    the user's on its node.
-    """
+    """Return each host's interface: the user's, or for ``auto`` the fastest that all have."""
     if spec.interface != AUTO:
         return {seat.host: spec.interface for seat in nodes} if spec.interface else {}
     for kind in ("infiniband", "slingshot", "ethernet"):
@@ -237,50 +242,3 @@ def check_interface(name: str, interfaces: Iterable[Interface], host: str) -> No
             f"--interface: {host} has no interface {name} with an IPv4 address. "
             f"It has: {', '.join(names)}"
         )
-
-
-@dataclass(frozen=True)
-class NodeLinks:
-    """GPUs and links of one rank or node, for the choice of a transport."""
-
-    host: str
-    gpus: tuple[Gpu, ...]
-    fabric: Fabric
-
-
-def by_host(seats: Sequence[NodeLinks]) -> dict[str, list[NodeLinks]]:
-    """Group ranks by node."""
-    hosts: dict[str, list[NodeLinks]] = {}
-    for seat in seats:
-        hosts.setdefault(seat.host, []).append(seat)
-    return hosts
-
-
-def uuids(seats: Sequence[NodeLinks]) -> set[str]:
-    """Return the UUIDs of the GPUs that these ranks compute on."""
-    return {gpu.uuid for seat in seats for gpu in seat.gpus}
-
-
-def partners(seats: Sequence[NodeLinks], *, alone: bool) -> set[str]:
-    """Return the GPUs of a node whose workers may exchange data: for one job, all that it sees."""
-    seen = {uuid for seat in seats for uuid in seat.fabric.gpus} if alone else set()
-    return uuids(seats) | seen
-
-
-def confined(seats: Sequence[NodeLinks], *, alone: bool = False) -> bool:
-    """Return whether a rank of a node, or one job there, does not see the GPU of another."""
-    if alone:
-        return any(seat.fabric.hidden_gpus for seat in seats)
-    whole = {uuid for uuid in uuids(seats) if not uuid.startswith("MIG-")}
-    return any(
-        (seat.fabric.gpus or seat.fabric.hidden_gpus) and not whole <= set(seat.fabric.gpus)
-        for seat in seats
-        if seat.gpus
-    )
-
-
-def nvlink_joins(seats: Sequence[NodeLinks], *, alone: bool) -> bool:
-    """Return whether NVLink joins each GPU of a node to one of its partners, if it has any."""
-    used, others = uuids(seats), partners(seats, alone=alone)
-    pairs = {pair for seat in seats for pair in seat.fabric.nvlink if others.issuperset(pair)}
-    return len(others) < 2 or used <= set(itertools.chain(*pairs))

@@ -1,10 +1,9 @@
 """UCX connections among workers: they prove who they are, and sleep while nothing happens.
 
-distributed-ucxx opens its port to the whole network, and while a connection is open its event loop
-spins. Here both sides of a new connection prove with a challenge that they know the listener's
-secret, before anything is read whose size or content the other side chooses; and UCX's own file
-descriptor wakes the event loop. Nothing is encrypted. Import this module only in a process that is
-to use UCX, with its CUDA context already made.
+distributed-ucxx opens its port to the whole network, and its event loop spins. Here both sides
+prove that they know the listener's secret before anything is read whose size or content the other
+side chooses, and UCX's file descriptor wakes the event loop. Nothing is encrypted. Import this
+module only in a process that is to use UCX, with its CUDA context already made.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ _serving: set[asyncio.Task[None]] = set()
 
 
 def version() -> tuple[int, ...]:
-    """Return UCX's version."""
     return tuple(base.ucxx.get_ucx_version())
 
 
@@ -107,7 +105,6 @@ class Progress:
                 future.set_result(None)
 
     def close(self, raw: Any) -> None:
-        """Close a raw endpoint."""
         raw.close_blocking()
         self.advance()
 
@@ -142,13 +139,13 @@ class Channel:
         self.heard = False
 
     async def send(self, message: bytes) -> None:
-        """Send a message."""
-        await progress().wait(upstream.stream_send(self.raw, message), poll_s=ANSWER_POLL_S)
+        request = self.raw.stream_send(upstream.array(message))
+        await progress().wait(request, poll_s=ANSWER_POLL_S)
 
     async def receive(self, count: int) -> bytes:
-        """Receive exactly as many bytes."""
         buffer = bytearray(count)
-        await progress().wait(upstream.stream_receive(self.raw, buffer), poll_s=ANSWER_POLL_S)
+        request = self.raw.stream_recv(upstream.array(buffer))
+        await progress().wait(request, poll_s=ANSWER_POLL_S)
         self.heard = True
         return bytes(buffer)
 
@@ -156,10 +153,9 @@ class Channel:
 async def prove(channel: Any, secret: bytes, *, listens: bool) -> tuple[int, int]:
     """Prove to each other that both know a secret, without telling it.
 
-    A challenge and its answer by HMAC-SHA256 in either direction, in messages of fixed size; the
-    answers of the two sides differ, so that none can be sent back. Returns the tags, which nobody
-    else knows, of the messages that this side sends and receives. Raises PermissionError if the
-    other side does not know the secret.
+    A challenge and its answer by HMAC-SHA256 in either direction; the two answers differ, so that
+    none can be sent back. Returns the secret tags of messages that this side sends and receives.
+    Raises PermissionError if the other side does not know the secret.
     """
     mine = secrets.token_bytes(SECRET_NBYTES)
     if listens:
@@ -217,7 +213,6 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
         return sum(size for _, size in table)
 
     async def read(self, deserializers: Collection[str] | None = None) -> Any:
-        """Return the next message."""
         with self._breaking("reading"):
             if upstream.endpoint_of(self) is None:
                 raise CommClosedError("the ucx connection is closed")
@@ -276,7 +271,6 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
             self.abort()
 
     def abort(self) -> None:
-        """End the connection now."""
         super().abort()
         self._driver.advance()
 
@@ -292,7 +286,6 @@ def _kind(frame: Any) -> int:
 
 
 def _large(frames: Sequence[Any], table: Sequence[tuple[int, int]]) -> list[Any]:
-    """Return the frames that do not travel with the header."""
     found = zip(frames, table, strict=True)
     return [frame for frame, (kind, size) in found if kind != _INLINE and size]
 
@@ -339,7 +332,6 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
     """Listener that serves connections which have proved themselves."""
 
     async def start(self) -> None:
-        """Listen on a free port."""
         progress()
         self.secret = secrets.token_bytes(SECRET_NBYTES)
         self.loop = asyncio.get_running_loop()
@@ -355,7 +347,6 @@ class PeerListener(base.UCXXListener):  # type: ignore[misc]
 
     @property
     def port(self) -> int:
-        """Port on which it listens, or did."""
         return int(self._port)
 
     async def accept(self, raw: Any) -> None:
@@ -396,5 +387,4 @@ class PeerBackend(base.UCXXBackend):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Make this the ``ucx`` of this process."""
     backends["ucx"] = PeerBackend()

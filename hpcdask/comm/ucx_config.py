@@ -117,7 +117,6 @@ def _version(project: str) -> str:
 
 
 def _modules(folder: str) -> tuple[str, ...]:
-    """Return UCX's transport modules beside its library, by their files' names."""
     files = glob.glob(f"{glob.escape(folder)}/ucx/*") if folder else []
     return tuple(sorted({match[1] for file in files if (match := MODULE.search(file))}))
 
@@ -142,15 +141,9 @@ DEVICE_EVENTS = 1 << 20 | 1 << 21
 NVLINK_BETWEEN_NODES = "/dev/nvidia-caps-imex-channels/*"
 
 
-def install(configured: Mapping[str, object] | None = None) -> None:
-    """Load UCX, if it is there as a package, and install its hooks, also for later forks.
-
-    With several threads, or variables `configured` for workers that UCX would have read before, do
-    nothing: UCX then installs them itself when it starts.
-    """
-    late = {name for name, value in (configured or {}).items() if os.environ.get(name) != value}
-    unread = PER_PROCESS & set(os.environ) or any(name.startswith("UCX_") for name in late)
-    if unread or len(os.listdir("/proc/self/task")) > 1:
+def install() -> None:
+    """Load UCX and install its hooks, also for later forks, while there is one thread."""
+    if PER_PROCESS & set(os.environ) or len(os.listdir("/proc/self/task")) > 1:
         return
     chosen = GRACE in os.environ
     try:
@@ -176,10 +169,7 @@ def _install_for_device(ucm: ctypes.CDLL) -> None:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ucxx and UCX for a worker; the user's own stay.
-
-    ucxx's mode is not the user's: another one drives UCX beside `ucx.Progress`.
-    """
+    """Return the variables of ucxx and UCX for a worker; the user's own stay, but for the mode."""
     wanted = {
         "UCX_LOG_FILE": "stderr",  # instead of stdout, which is the program's
         "UCXX_LOG_LEVEL": "fatal",  # a peer that closes is reported as an error
@@ -188,4 +178,4 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     if not glob.glob(NVLINK_BETWEEN_NODES):
         wanted["UCX_CUDA_IPC_ENABLE_MNNVL"] = "n"  # 0.4 s of the first exchange
     given = {name: environ.get(name, value) for name, value in wanted.items()}
-    return {**given, "UCXPY_PROGRESS_MODE": "blocking"}
+    return {**given, "UCXPY_PROGRESS_MODE": "blocking"}  # others drive UCX beside `ucx.Progress`

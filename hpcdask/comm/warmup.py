@@ -27,9 +27,8 @@ TOLD = 5
 class LinkTest:
     """Result of a worker's first fetch from another.
 
-    ``rate`` is in bytes per second. ``cuda_ipc`` tells whether UCX maps device memory of one in the
-    other; None if unknown. With a ``problem`` nothing came. ``unknown_ucx`` is a version of UCX
-    whose mappings hpcdask cannot release.
+    ``rate`` is in bytes per second; ``cuda_ipc`` tells whether UCX maps device memory, None if
+    unknown; ``unknown_ucx`` is a version whose mappings hpcdask cannot release.
     """
 
     to: str
@@ -56,17 +55,11 @@ def evaluate(links: Sequence[LinkTest], *, on_device: bool) -> WarmupReport:
     ucx = [link for link in sound if link.transport == "ucx"]
     near = [link for link in ucx if link.same_host]
     without = [link for link in near if on_device and link.cuda_ipc is False]
+    broken = [link for link in links if link.problem]
+    slow = [link for link in sound if link.transport == "tcp"]
     warnings = (
-        *_few(
-            f"no data came from worker {link.source} to {link.to}: {link.problem}"
-            for link in links
-            if link.problem
-        ),
-        *_few(
-            f"data from worker {link.source} to {link.to} goes over tcp, not ucx"
-            for link in sound
-            if link.transport == "tcp"
-        ),
+        *_few(f"no data came from {one.source} to {one.to}: {one.problem}" for one in broken),
+        *_few(f"data from worker {one.source} to {one.to} goes over tcp, not ucx" for one in slow),
         *_few(
             f"slow: between workers {a} and {b}, on one node, CUDA IPC (NVLink) is not in use. See "
             f"`hpcdask doctor` there: it may be UCX_TLS, a job that is confined to its GPUs, or "
@@ -90,7 +83,7 @@ def evaluate(links: Sequence[LinkTest], *, on_device: bool) -> WarmupReport:
 
 
 def transport_of(scheduler: Scheduler | None, *, on_device: bool) -> str:
-    """Return how the workers exchange; empty while two have not told that they are warm."""
+    """Return how the workers exchange and the first warning; empty while two are not warm."""
     if scheduler is None:
         return ""
     names = {str(worker.name) for worker in scheduler.workers.values()}
@@ -98,7 +91,8 @@ def transport_of(scheduler: Scheduler | None, *, on_device: bool) -> str:
     links = [LinkTest(**link) for event in events for link in event["links"]]
     links = [link for link in links if {link.to, link.source} <= names]
     if links:
-        return evaluate(links, on_device=on_device).line
+        found = evaluate(links, on_device=on_device)
+        return "; ".join((found.line, *found.warnings[:1]))
     return "tcp between workers" if len(events) > 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""Gathers groups of facts, each in a process of its own that is given up after a deadline.
+"""Gathering of facts, each group in a process of its own that is given up after a deadline.
 
 A driver or a network file system that hangs cannot be interrupted, not even by SIGKILL, but its
 process can be left behind.
@@ -6,8 +6,6 @@ process can be left behind.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import multiprocessing
 import os
 import time
@@ -17,40 +15,36 @@ from typing import Any
 
 from hpcdask.errors import HpcdaskError
 from hpcdask.process import detach_standard_streams
-from hpcdask.spec.records import Record
 
-#: Seconds for a group of facts, unless it has a deadline of its own.
-DEADLINE_S = 20.0
 #: A fork, so that nothing is imported again: this process has one thread.
 CONTEXT = multiprocessing.get_context("fork")
-Reader = Callable[[], Record | None]
+#: More descriptors than this process has open.
+FILES = 4096
+#: Function that returns the facts of a group, or None where there are none.
+Reader = Callable[[], Any]
 
 
 class Gathering:
-    """Groups of facts that are being gathered; `deadlines` has more seconds for some."""
+    """Groups of facts that are being gathered."""
 
-    def __init__(
-        self, readers: Mapping[str, Reader], deadlines: Mapping[str, float] | None = None
-    ) -> None:
-        self._began = time.monotonic()
-        self._deadlines = {name: (deadlines or {}).get(name, DEADLINE_S) for name in readers}
+    def __init__(self, readers: Mapping[str, Reader], deadline_s: float) -> None:
+        self._deadline_s, self._until = deadline_s, time.monotonic() + deadline_s
         self._running = {name: _start(reader) for name, reader in readers.items()}
 
     def results(self) -> dict[str, Any]:
-        """Return the facts by group, as JSON, with ``problems`` that say why some are missing."""
-        found: dict[str, Any] = {"problems": {}}
+        """Return the facts by group, with ``problems`` that say why some are missing."""
+        problems: dict[str, str] = {}
+        found: dict[str, Any] = {"problems": problems}
         for name, (process, pipe) in self._running.items():
-            deadline_s = self._deadlines[name]
+            facts, problem = None, f"did not answer within {self._deadline_s:g} s"
             try:
-                if pipe.poll(max(0.0, self._began + deadline_s - time.monotonic())):
-                    facts, problem = json.loads(pipe.recv_bytes())
-                else:
-                    facts, problem = None, f"did not answer within {deadline_s:g} s"
+                if pipe.poll(max(0.0, self._until - time.monotonic())):
+                    facts, problem = pipe.recv()
             except (EOFError, OSError):
-                facts, problem = None, "its process has died"
+                problem = "its process has died"
             if problem:
-                found["problems"][name] = problem
-            elif facts is not None:
+                problems[name] = problem
+            else:
                 found[name] = facts
             process.kill()
         return found
@@ -65,24 +59,21 @@ class Gathering:
 
 def _start(reader: Reader) -> tuple[multiprocessing.process.BaseProcess, Connection]:
     ours, theirs = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=_tell, args=(reader, theirs), daemon=True)
+    process = CONTEXT.Process(target=_answer, args=(reader, theirs), daemon=True)
     process.start()
     theirs.close()
     return process, ours
 
 
-def _tell(reader: Reader, pipe: Connection) -> None:
-    # A launcher waits for the end of what it gave the rank
+def _answer(reader: Reader, pipe: Connection) -> None:
+    # a launcher waits for the end of the descriptors that it gave the rank
     detach_standard_streams(output=True)
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in (0, 1, 2, pipe.fileno()):
-            with contextlib.suppress(OSError):  # the listing's own
-                os.close(int(name))
+    os.closerange(3, pipe.fileno())
+    os.closerange(pipe.fileno() + 1, FILES)
     facts, problem = None, ""
     try:
-        told = reader()
-        facts = None if told is None else told.to_json()
+        facts = reader()
     except BaseException as error:
         kind = "" if isinstance(error, HpcdaskError) else f"{type(error).__name__}: "
         problem = kind + " ".join(str(error).split()) or type(error).__name__
-    pipe.send_bytes(json.dumps([facts, problem]).encode())
+    pipe.send((facts, problem))

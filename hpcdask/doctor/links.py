@@ -1,18 +1,21 @@
-"""Links of nodes and GPUs, whether UCX can use them, and settings that prevent that."""
+"""Links of nodes and GPUs: their use by UCX, settings that prevent it, and free ports."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpcdask.comm import fabric
 from hpcdask.comm.fabric import Fabric
 from hpcdask.comm.transport import USE_SYSTEM
 from hpcdask.comm.ucx_config import PREFER_SYSTEM
+from hpcdask.logs import plural
+from hpcdask.security import ports
+from hpcdask.spec.records import Record
 
 from .findings import Finding, Reporter
-from .process import ProcessFacts
+from .node import ProcessFacts
 
 if TYPE_CHECKING:
     from .nodes import Node
@@ -24,17 +27,15 @@ TLS, DEVICES = "UCX_TLS", "UCX_NET_DEVICES"
 def check(known: Fabric, node: Node) -> Iterator[Finding]:
     """Yield findings on one node's links."""
     if known.interfaces:
-        yield say.ok("interfaces", ", ".join(map(_interface, known.interfaces)))
+        texts = (
+            f"{one.name} {one.address} {one.kind}{_speed(one.speed)}" for one in known.interfaces
+        )
+        yield say.ok("interfaces", ", ".join(texts))
     else:
         advice = "A cluster can only be on this node: see ip addr"
         yield say.warning("interfaces", "none that leads to other nodes", advice)
     yield from _ports(known)
     yield from _ucx(known, has_gpus=bool(node.gpus))
-
-
-def _interface(one: fabric.Interface) -> str:
-    kind = "" if one.kind == "other" else f" {one.kind}"
-    return f"{one.name} {one.address}{kind}{_speed(one.speed)}"
 
 
 def _speed(megabits: int) -> str:
@@ -50,12 +51,8 @@ def _ports(known: Fabric) -> Iterator[Finding]:
     idle = ", ".join(f"{p.name} {p.state}" for p in known.infiniband if p.state != "ACTIVE")
     shut = [p.name for p in known.infiniband if p.state == "ACTIVE" and not p.accessible]
     if shut:
-        yield say.warning(
-            topic,
-            f"{', '.join(shut)} cannot be opened",
-            "This process may not use the devices in /dev/infiniband: start the container with "
-            "them, or request them from the queueing system",
-        )
+        advice = "Start the container with the devices in /dev/infiniband, or request them"
+        yield say.warning(topic, f"{', '.join(shut)} cannot be opened", advice)
     elif idle and not usable:
         advice = "No port is active: tell the site's staff if it should be"
         yield say.warning(topic, idle, advice)
@@ -87,7 +84,7 @@ def check_settings(process: ProcessFacts, node: Node) -> list[Finding]:
     """Return findings on the user's settings, in one rank, that slow things down."""
     found: list[Finding] = []
     if known := node.facts.fabric:
-        found = [*_of_ucx(process.env, known, node), *_of_devices(process.env, known)]
+        found = [*_tls(process.env, known, node), *_devices(process.env, known)]
     found += _switches(process.env, process.config)
     reported = {finding.topic for finding in found}
     rest = [
@@ -100,8 +97,8 @@ def check_settings(process: ProcessFacts, node: Node) -> list[Finding]:
     return found
 
 
-def _of_ucx(environ: Mapping[str, str], known: Fabric, node: Node) -> Iterator[Finding]:
-    """Yield what ``UCX_TLS`` loses in one rank."""
+def _tls(environ: Mapping[str, str], known: Fabric, node: Node) -> Iterator[Finding]:
+    """Yield a finding on the links that ``UCX_TLS`` leaves out in one rank."""
     ucx = dataclasses.replace(known.ucx, tls=environ.get(TLS, ""))
     wanted = {
         "NVLink is not used (no cuda_ipc)": ("nvlink", node.gpus and known.nvlink),
@@ -114,25 +111,19 @@ def _of_ucx(environ: Mapping[str, str], known: Fabric, node: Node) -> Iterator[F
         yield of_settings.slow(TLS, f"with {ucx.tls}, {', '.join(lost)}", advice)
 
 
-def _of_devices(environ: Mapping[str, str], known: Fabric) -> Iterator[Finding]:
-    """Yield devices that are named and not there, and InfiniBand that is not among them.
-
-    UCX takes patterns, too: only plain names are checked.
-    """
+def _devices(environ: Mapping[str, str], known: Fabric) -> Iterator[Finding]:
+    """Yield a finding on named devices that do not exist, or on InfiniBand that is not named."""
     devices = environ.get(DEVICES, "")
     listed = {*devices.split(",")} - {""}
-    if not listed or devices.startswith("^") or "all" in listed or set(devices) & set("*?~"):
+    if not listed or "all" in listed or set(devices) & set("^*?~"):  # UCX takes patterns, too
         return
     ports = {port.name for port in known.infiniband}
     ports |= {name.partition(":")[0] for name in ports}
     there = ports | {one.name for one in known.interfaces}
     if wrong := listed - there - {"lo"}:
-        have = ", ".join(sorted(there)) or "none"
-        yield of_settings.error(
-            DEVICES,
-            f"{devices}: this node has no {', '.join(sorted(wrong))}",
-            f"UCX would find no network here. This node has {have}: choose of these, or unset it",
-        )
+        value = f"{devices}: this node has no {', '.join(sorted(wrong))}"
+        advice = f"Unset it, or choose of {', '.join(sorted(there)) or 'none'}, which are there"
+        yield of_settings.error(DEVICES, value, advice)
     elif not listed & ports and _usable(known):
         named = ", ".join(sorted(port.name for port in known.infiniband))
         lost = f"with {devices}, InfiniBand is not used"
@@ -149,11 +140,43 @@ def _switches(environ: Mapping[str, str], config: Mapping[str, Any]) -> Iterator
         yield slow("UCX_LOG_LEVEL", f"with {level}, each message is logged", "Unset it")
     for name, value in config.items():
         if name.startswith("distributed-ucxx.") and value is False:
-            yield slow(
-                name,
-                "false in Dask's configuration, so UCX does not use it",
-                "Remove it (hpcdask's own option is --disable-nvlink and the like)",
-            )
+            lost = "false in Dask's configuration, so UCX does not use it"
+            yield slow(name, lost, "Remove it (hpcdask's own option is --disable-nvlink)")
         if name == "distributed.comm.compression" and value not in (None, False, "auto"):
             advice = "Remove it from Dask's configuration, or set it to false"
             yield slow(name, f"with {value}, each message is compressed", advice)
+
+
+@dataclasses.dataclass(frozen=True)
+class PortFacts(Record):
+    """Range of ports in use, with the number of its ports and of the free ones."""
+
+    range: str
+    size: int
+    free: int
+
+    @classmethod
+    def read(cls) -> PortFacts | None:
+        """Try all ports of the range, if there is one."""
+        if (port_range := ports.current()) is None:
+            return None
+        free = 0
+        for port in (every := ports.ports_of(port_range)):
+            with contextlib.suppress(OSError):
+                ports.check_free(port)
+                free += 1
+        return cls(port_range, len(every), free)
+
+
+def check_range(known: PortFacts, node: Node) -> Iterator[Finding]:
+    """Yield a finding on whether the ports are enough for the workers of this node."""
+    topic, value = "port range", f"{known.range}: {known.free} of {known.size} ports are free"
+    needed = node.workers * ports.PER_WORKER + ports.PER_SCHEDULER
+    if known.free < needed:
+        advice = f"{plural(node.workers, 'worker')} and the scheduler need {needed}. {ports.NEEDS}"
+        yield say.error(topic, value, f"{advice}: give a wider range")
+        return
+    left = known.free - ports.PER_SCHEDULER
+    count, with_ucx = left // ports.PER_WORKER, left // ports.PER_UCX_WORKER
+    enough = f"the scheduler and {plural(count, 'worker')}, with ucx {with_ucx}"
+    yield say.ok(topic, value, f"Enough on this node for {enough}")

@@ -1,7 +1,7 @@
-"""NCCL between all GPUs of a launch: ``--nccl``.
+"""NCCL between all GPUs of a launch, for ``--nccl``.
 
-One short process for each GPU sums arrays with the others. It prints a line of JSON at each step,
-so that one that hangs or dies still says where.
+A short process for each GPU sums arrays with the others. It prints a line of JSON at each step,
+which shows where it hangs or dies.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hpcdask.logs import plural, some
 
 from .findings import Finding, Reporter
 from .nodes import Node
-from .stack import Told, hear, kill, start
+from .stack import Told, hear, kill, one_line, start, tell
 
 say = Reporter("NCCL")
 MODULE = "hpcdask.doctor.nccl"
 #: Seconds for one all-reduce, from the start of its processes.
 DEADLINE_S = 60.0
-#: So many bytes are summed, so often.
+#: Bytes of each sum, and number of sums.
 NBYTES, REPEATS = 2**28, 10
-#: NCCL says why it fails, and into a file at once.
+#: Settings by which NCCL tells why it fails, at once.
 SPEAK = {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/dev/stdout"}
 TOPIC = "all-reduce"
 ADVICE = {
@@ -42,7 +42,7 @@ ADVICE = {
 
 
 class Member(NamedTuple):
-    """A GPU, and the rank of the launch that starts its process."""
+    """GPU, and the rank of the launch that starts its process."""
 
     rank: int
     name: str
@@ -51,13 +51,13 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """An all-reduce of GPUs: their names, and what the process of each told."""
+    """All-reduce of GPUs: their names, and the report of each one's process."""
 
     names: list[str]
     told: list[Told]
 
 
-#: Has a rank run an order, and returns what its processes told, by NCCL's rank.
+#: Function that sends an order to a rank, and returns its processes' reports by NCCL's rank.
 Ask = Callable[[int, dict[str, Any]], Awaitable[dict[str, Told]]]
 
 
@@ -74,11 +74,11 @@ def members(nodes: Iterable[Node]) -> list[Member]:
 
 
 async def measure(every: Sequence[Member], ask: Ask) -> Measured:
-    """Measure an all-reduce between all."""
+    """Measure an all-reduce between all GPUs."""
     names = [one.name for one in every]
     if len(every) < 2:
         return Measured(names, [])
-    host = await start(MODULE, "host", stdin=asyncio.subprocess.PIPE, environ=SPEAK)
+    host = await start(MODULE, "host", **SPEAK)
     try:
         known = await hear(host, DEADLINE_S, until="id")
         if not (unique_id := known.merged.get("id")):
@@ -95,12 +95,12 @@ async def measure(every: Sequence[Member], ask: Ask) -> Measured:
 
 
 async def obey(order: dict[str, Any]) -> dict[str, Told]:
-    """Run the processes of a rank's GPUs, and return what each told."""
+    """Run the processes of a rank's GPUs, and return their reports by NCCL's rank."""
 
     async def one(number: str, uuid: str) -> Told:
         word = json.dumps({**order, "number": int(number)})
-        environ = {"CUDA_VISIBLE_DEVICES": uuid, **SPEAK}
-        return await hear(await start(MODULE, word, environ=environ), DEADLINE_S)
+        process = await start(MODULE, word, CUDA_VISIBLE_DEVICES=uuid, **SPEAK)
+        return await hear(process, DEADLINE_S)
 
     numbers = order["gpus"]
     found = await asyncio.gather(*(one(*pair) for pair in numbers.items()))
@@ -111,37 +111,38 @@ async def obey(order: dict[str, Any]) -> dict[str, Told]:
 
 
 def check(known: Measured | None) -> Iterator[Finding]:
-    """Yield the findings of what `measure` returned; none where it was not asked for."""
+    """Yield the findings on a measurement; none where it was not asked for."""
     if known is None:
         return
-    if len(known.names) < 2:
+    count = len(known.names)
+    if count < 2:
         there = "one GPU" if known.names else "no GPU"
         yield say.ok(TOPIC, f"{there} known in this launch: there is nothing to check")
         return
     versions: dict[str, list[str]] = {}
+    causes: dict[tuple[str, str], list[str]] = {}
     for name, told in zip(known.names, known.told, strict=True):
         if version := told.merged.get("version"):
             versions.setdefault(version, []).append(name)
+        if cause := _cause(told):
+            causes.setdefault(cause, []).append(name)
     if len(versions) == 1:
         yield say.ok("version", *versions)
     elif versions:
-        value = "; ".join(f"{one} on {some(its, 2)}" for one, its in versions.items())
+        value = "; ".join(f"{one} on {some(names, 2)}" for one, names in versions.items())
         yield say.error("version", value, "Use one environment on all nodes")
-    causes: dict[tuple[str, str], list[str]] = {}
-    for name, told in zip(known.names, known.told, strict=True):
-        if cause := _cause(told):
-            causes.setdefault(cause, []).append(name)
     if not causes:
         seconds = max(told.merged["seconds"] for told in known.told)
-        rate = nccl.bus_bandwidth(NBYTES, seconds, len(known.names)) / 1e9
-        value = f"right between {len(known.names)} GPUs, {rate:.3g} GB/s bus bandwidth"
+        rate = nccl.bus_bandwidth(NBYTES, seconds, count) / 1e9
+        value = f"right between {count} GPUs, {rate:.3g} GB/s bus bandwidth"
         yield say.ok(TOPIC, f"{value} with {format_bytes(NBYTES)} of each")
-    last = max((list(ADVICE).index(step) for step, _ in causes), default=0)
-    waits = (list(ADVICE)[last], _hang())  # for those that failed, or stay behind
-    for (step, text), its in sorted(causes.items(), key=lambda one: one[0] == waits):
-        where, advice = "all GPUs" if len(its) == len(known.names) else some(its), ADVICE[step]
+        return
+    steps = list(ADVICE)
+    waits = (max((step for step, _ in causes), key=steps.index), _hang())  # for those that failed
+    for (step, text), names in sorted(causes.items(), key=lambda one: one[0] == waits):
+        where, advice = "all GPUs" if len(names) == count else some(names), ADVICE[step]
         if (step, text) == waits and len(causes) > 1:
-            where, advice = plural(len(its), "other GPU"), "See what is wrong with those above"
+            where, advice = plural(len(names), "other GPU"), "See what is wrong with those above"
         yield say.error(TOPIC, f"{where}: {text} ({step})", advice)
 
 
@@ -150,35 +151,25 @@ def _hang() -> str:
 
 
 def _cause(told: Told) -> tuple[str, str] | None:
-    """Return the step at which a process failed, and why; None where it did not."""
+    """Return the step at which a process failed, and the reason; None where it did not."""
     known = told.merged
     if known.get("right") and told.ended == 0:
         return None
-    step = str(known.get("step", "start"))
+    text = "the sum is wrong" if "right" in known and not known["right"] else known.get("error")
+    text = text or (_hang() if told.ended is None else f"its process ended with code {told.ended}")
     said = f". NCCL says: {known['warned']}" if "warned" in known else ""
-    if "error" in known:
-        return step, f"{known['error']}{said}"
-    if "right" in known and not known["right"]:
-        return step, "the sum is wrong"
-    if told.ended is None:
-        return step, f"{_hang()}{said}"
-    return step, f"its process ended with code {told.ended}{said}"
+    return str(known.get("step", "start")), f"{text}{said}"
 
 
 # The processes
 
 
-def tell(**facts: object) -> None:
-    """Print a line of JSON for whoever started this process."""
-    print(json.dumps(facts), flush=True)
-
-
 def main(word: str) -> None:
-    """Be the host, which the others find each other by, or one rank of an all-reduce."""
+    """Be the host, by which the others find each other, or one rank of an all-reduce."""
     tell(step="library")
     try:
-        if why := nccl.missing():
-            tell(error=why)
+        if reason := nccl.missing():
+            tell(error=reason)
             return
         tell(step="communicator", version=nccl.version())
         if word == "host":
@@ -192,7 +183,7 @@ def main(word: str) -> None:
         tell(seconds=seconds, right=right)
         joined.destroy()
     except Exception as error:
-        tell(error=" ".join(f"{type(error).__name__}: {error}".split())[:500])
+        tell(error=one_line(error))
 
 
 if __name__ == "__main__":

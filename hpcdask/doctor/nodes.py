@@ -1,4 +1,4 @@
-"""From what the ranks reported to one set of facts, and one list of findings, for each node."""
+"""Nodes: one set of facts, and one list of findings, from the reports of a node's ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hpcdask.errors import DeviceError
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.driver import extra_for
 from hpcdask.node.placement import Inventory
-from hpcdask.runner.plan import assign_gpus
+from hpcdask.runner.plan import assign_devices
 from hpcdask.spec.records import Record
+from hpcdask.spec.specs import RunSpec
 
-from . import configuration, gpus, links, node, ports, process, queue, software, stack
+from . import gpus, links, node, queue, software, stack
 from .configuration import ConfigurationFacts
 from .findings import Finding, Reporter
-from .gpu_facts import GpuFacts, GpusFacts
-from .node import FolderFacts, NameFacts
-from .ports import PortFacts
-from .process import ProcessFacts
+from .gpus import GpuFacts, GpusFacts
+from .links import PortFacts
+from .node import FolderFacts, NameFacts, ProcessFacts, check_process
 from .queue import QueueFacts
 from .software import MpiFacts, SoftwareFacts
 from .stack import Told
@@ -30,10 +30,7 @@ from .stack import Told
 
 @dataclass(frozen=True)
 class RankFacts(Record):
-    """Facts that one rank gathered; `problems` says by group why its facts are missing.
-
-    `boot` is the id of the system that its node runs since it was started.
-    """
+    """Facts that one rank gathered; `problems` says by group why its facts are missing."""
 
     process: ProcessFacts | None = None
     software: SoftwareFacts | None = None
@@ -48,13 +45,12 @@ class RankFacts(Record):
     shared_memory: FolderFacts | None = None
     scratch: FolderFacts | None = None
     problems: dict[str, str] = field(default_factory=dict)
-    boot: str = ""
 
 
 class Group(NamedTuple):
-    """Group of facts: how it is gathered, and the check, which is given the facts and their node.
+    """Group of facts: its reader, and its check of the facts and their node.
 
-    One rank of each node gathers it, or all of them.
+    One rank of each node reads the group, or all of them.
     """
 
     read: Callable[[], Record | None]
@@ -68,14 +64,14 @@ GROUPS = {
     "mpi": Group(MpiFacts.read, software.check_mpi),
     "gpus": Group(GpusFacts.read, gpus.check, by_all=True),
     "fabric": Group(fabric.look, links.check, by_all=True),
-    "ports": Group(PortFacts.read, ports.check),
+    "ports": Group(PortFacts.read, links.check_range),
     "queue": Group(QueueFacts.read, queue.check),
-    "configuration": Group(ConfigurationFacts.read, configuration.check),
+    "configuration": Group(ConfigurationFacts.read, lambda known, node: known.findings),
     "name": Group(NameFacts.read, node.check_name),
     "shared_memory": Group(node.read_shared_memory, node.check_shared_memory),
     "scratch": Group(node.read_scratch, node.check_scratch),
 }
-#: What to do where a group cannot be gathered.
+#: Advice where a group cannot be gathered.
 ADVICE = {
     "software": "The packages lie on a file system that hangs, or are damaged: see pip check",
     "mpi": "See python -c 'from mpi4py import MPI'; mpirun over several nodes needs it",
@@ -93,8 +89,8 @@ AGAIN = "Run hpcdask doctor again; if it stays, report it with this line"
 class Node:
     """Node and the reports of its ranks, in order.
 
-    `facts` has each group of the first rank that gathered it. Two nodes of one name have their
-    first rank in `name`. `all_workers` are those of the whole cluster.
+    `facts` has each group of the first rank that gathered it. `all_workers` are those of the whole
+    cluster.
     """
 
     name: str
@@ -109,10 +105,11 @@ class Node:
 
     @property
     def facts(self) -> RankFacts:
-        """What is known of the node, from one rank each."""
-        groups = [one.name for one in dataclasses.fields(RankFacts)]
-        known = {group: list(self._of(group).values()) for group in groups}
-        return RankFacts(**{group: values[0] for group, values in known.items() if values})
+        """Return the facts of the node, each group from one rank."""
+        groups = (one.name for one in dataclasses.fields(RankFacts))
+        return RankFacts(
+            **{group: next(iter(known.values())) for group in groups if (known := self._of(group))}
+        )
 
     def _of(self, group: str) -> dict[int, Any]:
         found = {rank: getattr(report, group) for rank, report in self.reports.items()}
@@ -159,37 +156,33 @@ class Node:
     def assign(self) -> dict[int, list[Gpu]]:
         """Return the GPUs of each rank's workers. Raises DeviceError if some get none."""
         if len(self.ranks) == 1 or not self.gpus:
-            return {rank: list(self.seen(rank)) for rank in self.ranks}
+            return self._seen_by_all()
         views = [
             Inventory(rank, "this node", place, self.seen(rank), (), 0)
             for place, rank in enumerate(self.ranks)
         ]
-        given = assign_gpus(views, device="cuda", oversubscribe=False, job=None)
+        given = assign_devices(views, RunSpec(device="cuda"), by_hand=False, job=None)
         return {rank: [gpu for gpu in group if gpu] for rank, group in given.items()}
 
     def assigned(self) -> dict[int, list[Gpu]]:
-        """Return the same; where that is an error, the GPUs that each rank sees."""
+        """Return what `assign` does, or where that fails the GPUs that each rank sees."""
         try:
             return self.assign()
         except DeviceError:
-            return {rank: list(self.seen(rank)) for rank in self.ranks}
+            return self._seen_by_all()
+
+    def _seen_by_all(self) -> dict[int, list[Gpu]]:
+        return {rank: list(self.seen(rank)) for rank in self.ranks}
 
 
 def assemble(
     reports: Mapping[int, RankFacts], hosts: Mapping[int, str], launcher: str = "none"
 ) -> list[Node]:
     """Put the ranks' facts together, node by node; reports and hosts are by rank."""
-    places: dict[tuple[str, str], dict[int, RankFacts]] = {}
+    places: dict[str, dict[int, RankFacts]] = {}
     for rank in sorted(reports):
-        places.setdefault((hosts[rank], reports[rank].boot), {})[rank] = reports[rank]
-    count = [host for host, _ in places]
-    names = [
-        host if count.count(host) == 1 else f"{host} (rank {min(ranks)})"
-        for (host, _), ranks in places.items()
-    ]
-    found = [
-        Node(name, ranks, launcher) for name, ranks in zip(names, places.values(), strict=True)
-    ]
+        places.setdefault(hosts[rank], {})[rank] = reports[rank]
+    found = [Node(host, ranks, launcher) for host, ranks in places.items()]
     workers = sum(one.workers for one in found)
     return [dataclasses.replace(one, all_workers=workers) for one in found]
 
@@ -205,33 +198,24 @@ def examine(node: Node) -> list[Finding]:
         if name == "gpus" and node.facts.stack:
             found += stack.check(node.facts.stack, node)
     found += queue.check_ranks(node)
-    return found + merge_ranks(
-        {
-            rank: [*process.check(known, node), *links.check_settings(known, node)]
-            for rank, known in node.processes.items()
-        }
-    )
-
-
-def merge_ranks(found: Mapping[int, list[Finding]]) -> list[Finding]:
-    """Merge the findings of a node's ranks: common ones once, the rest with their ranks."""
-    merged: dict[Finding, list[int]] = {}
-    for rank, findings in sorted(found.items()):
-        for finding in findings:
-            merged.setdefault(finding, []).append(rank)
-    return [
-        finding if len(ranks) == len(found) else dataclasses.replace(finding, ranks=tuple(ranks))
-        for finding, ranks in merged.items()
-    ]
+    of_ranks: dict[Finding, list[int]] = {}
+    for rank, process in node.processes.items():
+        for finding in (*check_process(process, node), *links.check_settings(process, node)):
+            of_ranks.setdefault(finding, []).append(rank)
+    for finding, ranks in of_ranks.items():
+        of_some = len(ranks) < len(node.processes)
+        found.append(dataclasses.replace(finding, ranks=tuple(ranks) if of_some else ()))
+    return found
 
 
 def _problems(node: Node) -> Iterator[Finding]:
-    by_text: dict[tuple[str, str], list[int]] = {}
+    """Yield a finding on each group that could not be gathered."""
+    found: dict[tuple[str, str], list[int]] = {}
     for rank, report in node.reports.items():
-        for name, text in report.problems.items():
-            by_text.setdefault((name, text), []).append(rank)
-    for (name, text), ranks in by_text.items():
-        some = GROUPS[name].by_all and tuple(ranks) != node.ranks
-        topic = name.replace("_", " ")
-        found = Reporter("could not be looked at").error(topic, text, ADVICE.get(name, AGAIN))
-        yield dataclasses.replace(found, ranks=tuple(ranks) if some else ())
+        for problem in report.problems.items():
+            found.setdefault(problem, []).append(rank)
+    say = Reporter("could not be looked at")
+    for (name, text), ranks in found.items():
+        finding = say.error(name.replace("_", " "), text, ADVICE.get(name, AGAIN))
+        of_some = GROUPS[name].by_all and tuple(ranks) != node.ranks
+        yield dataclasses.replace(finding, ranks=tuple(ranks) if of_some else ())

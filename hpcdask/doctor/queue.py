@@ -1,4 +1,4 @@
-"""The queueing system's job: what it was given, and whether each rank has its GPU."""
+"""Job of the queueing system: its GPUs, SLURM's commands, and the GPU of each rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from subprocess import DEVNULL, PIPE, STDOUT
+from typing import TYPE_CHECKING, Any
 
 from hpcdask.errors import DeviceError
 from hpcdask.gpu.devices import EACH_A_GPU
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from .nodes import Node
 
 say = Reporter("job")
-#: Seconds for a command of SLURM; srun only looks into its own folders for these.
+#: Seconds for a command of SLURM; srun only reads its own folders for these.
 COMMAND_DEADLINE_S = 8.0
-#: What the systems tell a job of its GPUs.
+#: Variables by which the systems tell a job of its GPUs.
 GPU_VARIABLES = re.compile(
     r"SLURM_(GPUS|GPUS_PER_\w+|GPUS_ON_NODE|JOB_GPUS|STEP_GPUS|GPU_BIND|GRES|TRES_PER_\w+"
     r"|JOB_GRES|CPUS_PER_GPU|MEM_PER_GPU)$|PBS_NGPUS$|PBS_GPUFILE$|LSB_GPU_\w+$|SGE_HGR_gpu$"
@@ -33,7 +34,7 @@ GPU_VARIABLES = re.compile(
 
 @dataclass(frozen=True)
 class QueueFacts(Record):
-    """Job of this process, and its variables about GPUs; what SLURM's commands print.
+    """Job of this process, its variables about GPUs, and the output of SLURM's commands.
 
     `request` is how to ask the system for a GPU. Without an ``srun``, `srun` is None.
     """
@@ -63,29 +64,22 @@ class QueueFacts(Record):
 
 
 def _output(*argv: str) -> str:
+    """Return all that a command prints, or why it does not answer."""
+    pipes: dict[str, Any] = {"stdin": DEVNULL, "stdout": PIPE, "stderr": STDOUT, "text": True}
     try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=COMMAND_DEADLINE_S,
-            check=False,
-        )
+        return str(subprocess.run(argv, timeout=COMMAND_DEADLINE_S, check=False, **pipes).stdout)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{argv[0]} does not answer: {error}"
-    return done.stdout
 
 
 def parse_plugins(text: str) -> tuple[str, ...]:
-    """Return ``none``, ``pmi2``, ``pmix`` ... from what ``srun --mpi=list`` prints."""
+    """Return ``none``, ``pmi2``, ``pmix`` ... from the output of ``srun --mpi=list``."""
     words = (line.replace("srun:", "").strip() for line in text.splitlines())
     return tuple(sorted({word for word in words if re.fullmatch(r"[a-z][a-z0-9_]*", word)}))
 
 
 def check(known: QueueFacts, node: Node) -> Iterator[Finding]:
-    """Yield findings on the job on one node."""
+    """Yield findings on the job on one node, and on SLURM."""
     if known.job:
         yield say.ok("job", f"{known.system} {known.job.partition('.r')[0]}")
         gpus = " ".join(f"{name}={value}" for name, value in sorted(known.gpus.items()))
@@ -94,7 +88,7 @@ def check(known: QueueFacts, node: Node) -> Iterator[Finding]:
         return
     if not known.srun.startswith("slurm"):
         lines = known.srun.splitlines() or ["prints nothing"]
-        last = lines[-1].strip()[:120]  # which says what came of those before
+        last = lines[-1].strip()[:120]  # the effect of the lines before it
         advice = "See whether SLURM works on this node: srun --version"
         if known.job:
             yield say.warning("srun", last, advice)
@@ -105,19 +99,12 @@ def check(known: QueueFacts, node: Node) -> Iterator[Finding]:
     library = node.facts.mpi.library if node.facts.mpi else ""
     wanted = "pmix" if "Open MPI" in library else "pmi2"
     if library and known.mpi and not any(name.startswith(wanted) for name in known.mpi):
-        yield say.note(
-            "srun and MPI",
-            f"no plugin {wanted} for {library}",
-            "Start hpcdask with srun --mpi=none, which needs no MPI; programs of your own with "
-            "mpirun",
-        )
+        advice = "Start hpcdask with srun --mpi=none, and programs of your own with mpirun"
+        yield say.note("srun and MPI", f"no plugin {wanted} for {library}", advice)
     if known.controller and " is UP" not in known.controller:
-        yield say.warning(
-            "SLURM",
-            f"its controller does not answer, so nothing can be submitted from here: "
-            f"{known.controller}",
-            "See scontrol ping, and munge -n | unmunge; tell the site's staff",
-        )
+        value = f"its controller does not answer, so nothing can be submitted: {known.controller}"
+        advice = "See scontrol ping, and munge -n | unmunge; tell the site's staff"
+        yield say.warning("SLURM", value, advice)
 
 
 def check_ranks(node: Node) -> Iterator[Finding]:

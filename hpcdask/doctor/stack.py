@@ -1,7 +1,6 @@
 """Proof that the CUDA packages load: a short process imports them and uses each GPU once.
 
-The process prints a line of JSON before and after each step, so that one that hangs or dies
-still says where.
+The process prints a line of JSON before and after each step, which shows where it hangs or dies.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 say = Reporter("stack")
 DEADLINE_S = 30.0
-#: Seconds in which a process that is killed has left, unless a driver or file system holds it.
+#: Seconds in which a killed process has left, unless a driver or file system holds it.
 LEAVE_S = 10.0
 ADVICE = {
     "cupy": "CuPy has to fit the driver and finds CUDA's libraries as packages: pip install "
@@ -44,15 +43,18 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Told(Record):
-    """Steps that a process told of, and its exit code; None: it was given up, or never began."""
+    """Steps that a process printed, and its exit code; None if it was given up, or never began."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     ended: int | None = None
 
     @property
     def merged(self) -> dict[str, Any]:
-        """All that was told, the last word on each."""
+        """All facts of the steps, the last one of each name."""
         return {name: value for step in self.steps for name, value in step.items()}
+
+
+# The process
 
 
 def steps() -> Iterator[tuple[str, Callable[[], str]]]:
@@ -101,53 +103,61 @@ def _ucxx() -> str:
     return f"UCX {version} loads {', '.join(loaded) or 'no module'}"
 
 
+def tell(**facts: object) -> None:
+    """Print a line of JSON for the parent."""
+    print(json.dumps(facts), flush=True)
+
+
+def one_line(error: Exception) -> str:
+    """Return the class and text of an error."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
 def main() -> None:
     """Run the steps, each reported on standard output."""
     for name, step in steps():
-        print(json.dumps({"step": name}), flush=True)
+        tell(step=name)
         started = time.monotonic()
         try:
             done = {"text": step()}
         except Exception as error:
-            done = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
-        seconds = round(time.monotonic() - started, 2)
-        print(json.dumps({**done, "step": name, "seconds": seconds}), flush=True)
+            done = {"error": one_line(error)}
+        tell(**done, step=name, seconds=round(time.monotonic() - started, 2))
 
 
-async def start(
-    module: str,
-    *arguments: str,
-    stdin: int = asyncio.subprocess.DEVNULL,
-    environ: Mapping[str, str] | None = None,
-) -> asyncio.subprocess.Process:
-    """Start a module in a process that reports on standard output."""
-    return await asyncio.create_subprocess_exec(
-        *(*interpreter(), "-m", module, *arguments),
-        stdin=stdin,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={**os.environ, **(environ or {})},
-    )
+# Its parent
 
 
 async def prove() -> Told:
-    """Return what the process reports, until it ends or the deadline."""
+    """Return the steps of the process, until it ends or the deadline."""
     return await hear(await start("hpcdask.doctor.stack"), DEADLINE_S)
+
+
+async def start(module: str, *arguments: str, **variables: str) -> asyncio.subprocess.Process:
+    """Start a module in a process that reports on standard output."""
+    return await asyncio.create_subprocess_exec(
+        *(*interpreter(), "-m", module, *arguments),
+        stdin=asyncio.subprocess.PIPE,  # whose end shows that this process has ended
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, **variables},
+    )
 
 
 async def hear(
     process: asyncio.subprocess.Process, deadline_s: float, until: str | None = None
 ) -> Told:
-    """Return the JSON lines of a process, until it ends, tells of `until`, or the deadline.
-
-    Unless it told of that, it is killed.
-    """
+    """Return the steps of a process until it ends or tells `until`; kill it at the deadline."""
     assert process.stdout is not None
     found: list[dict[str, Any]] = []
     try:
         async with asyncio.timeout(deadline_s):
             async for line in process.stdout:
-                found += told_in(line)
+                _, is_nccl, text = line.partition(b"NCCL WARN ")
+                if line.startswith(b"{"):  # libraries print, too
+                    found.append(json.loads(line))
+                elif is_nccl:
+                    found.append({"warned": text.decode(errors="replace").strip()[:300]})
                 if found and until in found[-1]:
                     return Told(found)
             return Told(found, await process.wait())
@@ -156,16 +166,8 @@ async def hear(
     return Told(found)
 
 
-def told_in(line: bytes) -> list[dict[str, Any]]:
-    """Return what a line of a process's output tells: its own, or a warning of NCCL."""
-    if line.startswith(b"{"):  # libraries print, too
-        return [json.loads(line)]
-    _, mark, text = line.partition(b"NCCL WARN ")
-    return [{"warned": text.decode(errors="replace").strip()[:300]}] if mark else []
-
-
 async def kill(process: asyncio.subprocess.Process) -> None:
-    """End a process; not awaited for long, since a driver that hangs does not let it die."""
+    """Kill a process, and wait for its end for a while: a driver that hangs may hold it."""
     with contextlib.suppress(ProcessLookupError, TimeoutError):
         process.kill()
         await asyncio.wait_for(process.wait(), LEAVE_S)
@@ -177,11 +179,9 @@ def check(known: Told, node: Node) -> Iterator[Finding]:
     for step in known.steps:
         name = step["step"]
         if name == "ucxx" and "cuda" not in step.get("text", "cuda"):
-            yield say.slow(
-                "ucxx works",
-                f"{step['text']}, not its CUDA module, so NVLink is not used",
-                "See what UCX says: UCX_LOG_LEVEL=debug python -m hpcdask.doctor.stack",
-            )
+            value = f"{step['text']}, not its CUDA module, so NVLink is not used"
+            advice = "See what UCX says: UCX_LOG_LEVEL=debug python -m hpcdask.doctor.stack"
+            yield say.slow("ucxx works", value, advice)
         elif "text" in step:
             yield say.ok(f"{name} works", f"{step['text']} ({step['seconds']:.1f} s)")
         elif "error" in step:

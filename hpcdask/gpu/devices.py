@@ -15,7 +15,7 @@ from .driver import has_nvidia_driver
 from .nvml import Device
 
 NONE_VISIBLE = ("", "-1", "NoDevFiles", "void")
-#: One GPU for each rank, of which none hides the others.
+#: Options of srun: a GPU for each rank, and none hidden from the others.
 EACH_A_GPU = "--gpus-per-task=1 --gpu-bind=none"
 
 
@@ -52,16 +52,13 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is not None and wanted.strip() in NONE_VISIBLE:
         return []
-    with nvml.session() as started:
-        if started is None:
-            return []
-        cards, broken = started.cards()
-        every = [gpu for gpus in cards for gpu in gpus]
-        visible = every if wanted is None else _select(wanted, cards)
-        # One that is left out by the user, or a queue, is no reason to stop
-        if broken and (wanted is None or len(visible) < len(wanted.split(","))):
-            raise broken[0]
-        return list(map(_describe, visible))
+    cards, broken = nvml.cards()
+    every = [gpu for gpus in cards for gpu in gpus]
+    visible = every if wanted is None else _select(wanted, cards)
+    # a broken GPU that the user, or a queue, leaves out is no reason to stop
+    if broken and (wanted is None or len(visible) < len(wanted.split(","))):
+        raise broken[0]
+    return list(map(_describe, visible))
 
 
 def _select(wanted: str, cards: Sequence[Sequence[Device]]) -> list[Device]:
@@ -72,7 +69,8 @@ def _select(wanted: str, cards: Sequence[Sequence[Device]]) -> list[Device]:
         if re.fullmatch(r"\d+", entry):
             found = cards[int(entry)] if int(entry) < len(cards) else ()
         elif match := re.fullmatch(r"(\d+)[:.](\d+)", entry):
-            found = cards[int(match[1])][int(match[2]) :][:1] if int(match[1]) < len(cards) else ()
+            card, part = map(int, match.groups())
+            found = cards[card][part : part + 1] if card < len(cards) else ()
         else:
             named = entry.startswith(("GPU-", "MIG-"))
             found = [gpu for gpus in cards for gpu in gpus if named and gpu.uuid.startswith(entry)]
@@ -87,7 +85,7 @@ def _select(wanted: str, cards: Sequence[Sequence[Device]]) -> list[Device]:
 def _describe(device: Device) -> Gpu:
     if (memory := device.memory()) is not None:
         total = memory.total
-    else:  # it shares the host's
+    else:  # the device shares the host's
         import psutil
 
         total = int(psutil.virtual_memory().total)

@@ -7,7 +7,6 @@ import glob
 import os
 import re
 from collections.abc import Collection
-from typing import NamedTuple
 
 #: NVIDIA's library in Windows' Linux.
 WINDOWS_NVML = "/usr/lib/wsl/lib/libnvidia-ml.so.1"
@@ -26,22 +25,21 @@ ANSWER_S, ANSWER_EACH_S = 30.0, 10.0
 def cuda_extra(root: str = "/") -> str:
     """Return the extra of hpcdask that brings CUDA packages for this machine.
 
-    Asks the files of the driver, not NVML. Without a driver it is the newest. ``root`` stands for
-    ``/``, and ends in one.
+    By the files of the driver, not NVML; without a driver, the newest. ``root`` stands for ``/``,
+    and ends in one.
     """
     from importlib.metadata import PackageNotFoundError, version
 
-    there = []
+    installed = []
     for name in (form.format(cuda) for cuda in (OLDEST_CUDA, NEWEST_CUDA) for form in OF_CUDA):
         with contextlib.suppress(PackageNotFoundError):
             version(name)
-            there.append(name)
-    told = re.search(r"Kernel Module.*?\s(\d+)\.", read(f"{root}proc/driver/nvidia/version"))
-    old = any(OLD_GPUS.search(gpu.get("Model", "")) for gpu in _information(root))
-    newest = NEWEST_CUDA
-    if old or (told and int(told[1]) < DRIVER_OF_13):
-        newest = OLDEST_CUDA
-    return extra_for(newest, there)
+            installed.append(name)
+    module = re.search(r"Kernel Module.*?\s(\d+)\.", read(f"{root}proc/driver/nvidia/version"))
+    is_old = any(OLD_GPUS.search(gpu.get("Model", "")) for gpu in _information(root))
+    if is_old or (module and int(module[1]) < DRIVER_OF_13):
+        return extra_for(OLDEST_CUDA, installed)
+    return extra_for(NEWEST_CUDA, installed)
 
 
 def extra_for(newest: int, packages: Collection[str]) -> str:
@@ -49,11 +47,11 @@ def extra_for(newest: int, packages: Collection[str]) -> str:
 
     Packages of two CUDA versions do not load together, so it depends on what is installed.
     """
-    older, newer = (
-        any(form.format(cuda) in packages for form in OF_CUDA)
-        for cuda in (OLDEST_CUDA, NEWEST_CUDA)
-    )
-    settled = OLDEST_CUDA if older and not newer else NEWEST_CUDA
+
+    def has(cuda: int) -> bool:
+        return any(form.format(cuda) in packages for form in OF_CUDA)
+
+    settled = OLDEST_CUDA if has(OLDEST_CUDA) and not has(NEWEST_CUDA) else NEWEST_CUDA
     return f"cuda{min(settled, newest)}"
 
 
@@ -79,38 +77,19 @@ def has_nvidia_driver() -> bool:
     return windows or bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
-class DriverFile(NamedTuple):
-    """GPU of this node, as the driver's files tell.
-
-    The UUID has question marks where no process has used the GPU yet; ``accessible`` says that
-    neither a cgroup nor a container keeps it from this process.
-    """
-
-    uuid: str
-    accessible: bool
-
-
-def driver_files(root: str = "/") -> list[DriverFile]:
-    """Return the node's GPUs by their PCI addresses, those too that this process may not use.
-
-    Empty where there is no NVIDIA driver, or a container hides its files. GPUs that the driver was
-    told to leave out are not among them.
-    """
-    found = []
-    for told in _information(root):
-        if told.get("GPU Excluded") != "Yes" and (minor := told.get("Device Minor")):
-            # The kernel asks the device cgroup here too
-            usable = os.access(f"{root}dev/nvidia{minor}", os.R_OK | os.W_OK)
-            found.append(DriverFile(told.get("GPU UUID", "?"), usable))
-    return found
-
-
 def hidden_gpus(root: str = "/") -> int:
     """Return how many of the node's GPUs a cgroup or a container keeps from this process.
 
     Between jobs that are confined like this, GPU memory cannot be mapped, so ucx cannot use NVLink.
+    GPUs that the driver was told to leave out do not count.
     """
-    return sum(not gpu.accessible for gpu in driver_files(root))
+    minors = [
+        gpu["Device Minor"]
+        for gpu in _information(root)
+        if gpu.get("GPU Excluded") != "Yes" and gpu.get("Device Minor")
+    ]
+    # the kernel asks the device cgroup here too
+    return sum(not os.access(f"{root}dev/nvidia{one}", os.R_OK | os.W_OK) for one in minors)
 
 
 def answer_deadline_s(root: str = "/") -> float:

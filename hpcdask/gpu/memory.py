@@ -1,37 +1,196 @@
-"""Device memory of a worker: who allocates it, and when it spills.
+"""Plan of a worker's pool and spilling, its allocator, and its store of results.
 
-The plan is made where the worker is started and needs no GPU; the worker applies it once it has its
-CUDA context. RMM's pool and CuPy's allocator are one: with a pool each, the two compete for the
-device, and one fails while the other holds memory that it does not use.
+The plan is made where the worker is started, and needs no GPU. RMM's pool and CuPy's allocator are
+one: with a pool each, the two compete for the device, and one fails while the other holds memory
+that it does not use.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from dask.utils import format_bytes
 
-from hpcdask.errors import DeviceError
+from hpcdask.errors import DeviceError, MissingExtra, UsageError, installing
 from hpcdask.logs import say
+from hpcdask.spec.records import Record
+from hpcdask.spec.specs import WorkerSpec
 
-from .memory_plan import ALIGNMENT, MemoryPlan
+from .devices import Gpu
+from .driver import cuda_extra
 from .oom import device_out_of_memory, free, holders
 
+Allocator = Literal["pool", "async", "cuda"]
+
+#: Part of the device that the pool starts with, and part above which results spill to host memory.
+#: The pool grows into the rest, unless CUDA's libraries, which have their own, need it first.
+POOL_FRACTION = 0.5
+SPILL_FRACTION = 0.8
+#: RMM takes multiples of this.
+ALIGNMENT = 256
 #: Seconds that a worker which was started again waits for room, and between two attempts.
 ROOM_DEADLINE_S, ROOM_INTERVAL_S = 5.0, 0.1
-#: Of what is free then, the part that its pool takes; and of the pool that was planned, the part
-#: below which it does not start.
+#: Part of the free memory that its pool takes then, and the least part of the planned pool.
 LEFT_FRACTION, LEAST_POOL = 0.9, 1 / 16
+PACKAGES = ("cupy", "dask_cuda", "numba", "rmm", "torch")
+
+
+@dataclass(frozen=True)
+class MemoryPlan(Record):
+    """Use of a device's memory by one worker. The default is a worker on the CPU.
+
+    Sizes are in bytes, ``total`` of the GPU or slice. The allocators ``pool``, which starts with
+    ``pool_size``, and ``async`` are RMM's, for the ``libraries``; with ``cuda`` every library has
+    its own. With a ``device_store``, results on the device are counted, and spilled, apart from
+    results on the host: above ``device_memory_limit``, or never if that is None.
+    """
+
+    name: str = ""
+    uuid: str = ""
+    total: int = 0
+    allocator: Allocator = "cuda"
+    pool_size: int | None = None
+    libraries: tuple[str, ...] = ()
+    device_store: bool = False
+    device_memory_limit: int | None = None
+
+    @property
+    def device(self) -> str:
+        """Name, UUID and size of the device, for messages."""
+        return f"{self.name} ({self.uuid}) of {format_bytes(self.total)}"
+
+
+#: The plan of a worker on the CPU.
+ON_HOST = MemoryPlan()
+
+
+def packages() -> frozenset[str]:
+    """Return the installed ones of the packages that memory settings need, without importing."""
+    from importlib.util import find_spec
+
+    return frozenset(package for package in PACKAGES if find_spec(package))
+
+
+def _check(spec: WorkerSpec, protocol: str, installed: Collection[str]) -> None:
+    """Raise UsageError for settings that work on no device."""
+    if spec.rmm_async and spec.rmm_pool_size:
+        raise UsageError(
+            "--rmm-async and --rmm-pool-size: a pool beside the asynchronous allocator is a second "
+            "allocator, and the two compete for the device. Leave one of them out"
+        )
+    if spec.rmm_async and protocol == "ucx":
+        raise UsageError(
+            "--rmm-async with --protocol ucx: memory of the asynchronous allocator cannot be "
+            "shared over NVLink, and transfers take a thousand times as long. Leave out "
+            "--rmm-async, or use --protocol tcp"
+        )
+    for option, wanted, package in (
+        ("--rmm-async", spec.rmm_async, "rmm"),
+        ("--rmm-pool-size", spec.rmm_pool_size, "rmm"),
+        ("--device-memory-limit", spec.device_memory_limit, "dask-cuda"),
+    ):
+        if wanted and package.replace("-", "_") not in installed:
+            raise MissingExtra(package, cuda_extra(), option)
+    if spec.rmm_pool_size and (reason := _two_pools(spec, installed)):
+        raise UsageError(reason)
+    for library in ("torch", "numba"):  # cupy is in the default list: nobody need have asked for it
+        if library in spec.rmm_allocator_external_lib_list and library not in installed:
+            raise UsageError(
+                f"--rmm-allocator-external-lib-list names {library}, which is not installed: "
+                f"install it or leave it out"
+            )
+
+
+def missing(spec: WorkerSpec, *, installed: Collection[str] | None = None) -> str | None:
+    """Return one line on what the default settings lack, mostly a package; None if nothing."""
+    installed = packages() if installed is None else installed
+    if spec.rmm_pool_size is None and (reason := _two_pools(spec, installed)):
+        return reason
+    lost = []
+    if spec.rmm_pool_size is None and not spec.rmm_async and "rmm" not in installed:
+        lost.append(("rmm", "there is no memory pool that all libraries share"))
+    if spec.device_memory_limit is None and "dask_cuda" not in installed:
+        lost.append(("dask-cuda", "device memory does not spill to host memory"))
+    if not lost:
+        return None
+    names, effects = (" and ".join(part) for part in zip(*lost, strict=True))
+    return f"without {names}, {effects}: {installing(cuda_extra())}"
+
+
+def plan(
+    spec: WorkerSpec,
+    gpu: Gpu | None,
+    *,
+    protocol: str,
+    shared: int = 1,
+    installed: Collection[str] | None = None,
+) -> MemoryPlan:
+    """Return how a worker uses the memory of its device, which several workers may share.
+
+    Workers that share have no pool unless they ask, and divide the default limit; fractions that
+    they ask for are of the whole device. Defaults whose package is missing are left out; `missing`
+    tells. Raises UsageError for settings that cannot work.
+    """
+    if gpu is None:
+        return MemoryPlan()
+    installed = packages() if installed is None else installed
+    _check(spec, protocol, installed)
+    pool_size, limit = 0, 0
+    if spec.rmm_pool_size is not None:
+        pool_size = _amount("--rmm-pool-size", spec.rmm_pool_size, gpu, shared)
+    elif "rmm" in installed and shared == 1 and not spec.rmm_async:
+        pool_size = int(POOL_FRACTION * gpu.memory)
+    if spec.device_memory_limit is not None:
+        limit = _amount("--device-memory-limit", spec.device_memory_limit, gpu, shared)
+    elif "dask_cuda" in installed:
+        limit = int(SPILL_FRACTION * gpu.memory / shared)
+    allocator: Allocator = "async" if spec.rmm_async else "pool" if pool_size else "cuda"
+    through_rmm = spec.rmm_allocator_external_lib_list if allocator != "cuda" else ()
+    return MemoryPlan(
+        name=gpu.name,
+        uuid=gpu.uuid,
+        total=gpu.memory,
+        allocator=allocator,
+        pool_size=max(ALIGNMENT, pool_size // ALIGNMENT * ALIGNMENT) if pool_size else None,
+        libraries=tuple(library for library in through_rmm if library in installed),
+        device_store="dask_cuda" in installed,
+        device_memory_limit=limit or None,
+    )
+
+
+def _two_pools(spec: WorkerSpec, installed: Collection[str]) -> str:
+    """Return the problem of a pool of RMM's beside one of CuPy's; empty if there is none."""
+    listed = spec.rmm_allocator_external_lib_list
+    pool = spec.rmm_pool_size is None or spec.rmm_pool_size > 0
+    if spec.rmm_async or not pool or not {"cupy", "rmm"} <= set(installed) or "cupy" in listed:
+        return ""
+    return (
+        f"--rmm-allocator-external-lib-list {','.join(listed) or 'none'} leaves out cupy, and "
+        f"it then has a pool of its own beside RMM's: each holds memory that the other lacks. "
+        f"Use {','.join(('cupy', *listed))}, or --rmm-pool-size 0"
+    )
+
+
+def _amount(option: str, asked: int | float, gpu: Gpu, shared: int) -> int:
+    nbytes = int(asked * gpu.memory) if isinstance(asked, float) else asked
+    if nbytes * shared > gpu.memory:
+        each = f"{shared} workers with {format_bytes(nbytes)} each are" if shared > 1 else ""
+        raise UsageError(
+            f"{option}: {each or f'{format_bytes(nbytes)} is'} more than "
+            f"the {format_bytes(gpu.memory)} of {gpu.name} ({gpu.uuid}). Ask for less, "
+            f"or for a fraction such as {0.8 / shared:.2g}"
+        )
+    return nbytes
 
 
 def apply(plan: MemoryPlan, *, restarted: bool = False) -> None:
-    """Set up the allocator, in the worker's process, after its CUDA context.
+    """Set up the allocator in the worker's process, after its CUDA context.
 
-    Before any library allocates: what they have by then stays outside of the pool. Memory of a dead
-    worker whose place this one takes may be held for a moment yet, so the pool waits for it; then
-    it begins smaller, with what is free.
+    Before any library allocates: memory that it has by then stays outside of the pool.
     """
     if plan.allocator == "cuda":
         return
@@ -42,7 +201,7 @@ def apply(plan: MemoryPlan, *, restarted: bool = False) -> None:
             rmm.mr.set_current_device_resource(rmm.mr.CudaAsyncMemoryResource())
         else:
             _make_pool(plan, restarted=restarted)
-    except Exception as error:  # MemoryError, or RuntimeError for any other refusal of CUDA's
+    except Exception as error:  # MemoryError, or RuntimeError for other errors of CUDA
         if plan.pool_size is None or not device_out_of_memory(error):
             raise DeviceError(
                 f"RMM cannot allocate on {plan.device}: {error}. "
@@ -58,27 +217,27 @@ def apply(plan: MemoryPlan, *, restarted: bool = False) -> None:
 
 
 def _make_pool(plan: MemoryPlan, *, restarted: bool) -> None:
-    """Make RMM's pool; that of a restarted worker waits for room, or begins with what is free."""
+    """Make RMM's pool; for a restarted worker, wait for room, then take what is free.
+
+    The memory of the worker that died may be held for a moment yet.
+    """
     import rmm
 
     assert plan.pool_size is not None
     deadline = time.monotonic() + (ROOM_DEADLINE_S if restarted else 0)
-    # asked rather than tried: RMM logs each allocation that fails
-    while (left := rmm.mr.available_device_memory()[0]) < plan.pool_size:
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(ROOM_INTERVAL_S)
     size = plan.pool_size
+    # asked rather than tried: RMM logs each allocation that fails
+    while (left := rmm.mr.available_device_memory()[0]) < size and time.monotonic() < deadline:
+        time.sleep(ROOM_INTERVAL_S)
     if restarted and left < size and LEAST_POOL * size <= LEFT_FRACTION * left:
         size = int(LEFT_FRACTION * left) // ALIGNMENT * ALIGNMENT
     rmm.reinitialize(pool_allocator=True, initial_pool_size=size)
-    if size == plan.pool_size:
-        return
-    say(
-        f"warning: RMM's pool begins with {format_bytes(size)} instead of "
-        f"{format_bytes(plan.pool_size)}, on {plan.device}: the rest is still held, "
-        f"{holders(plan.uuid)}"
-    )
+    if size < plan.pool_size:
+        say(
+            f"warning: RMM's pool begins with {format_bytes(size)} instead of "
+            f"{format_bytes(plan.pool_size)}, on {plan.device}: the rest is still held, "
+            f"{holders(plan.uuid)}"
+        )
 
 
 def _allocate_through_rmm(library: str) -> None:
@@ -101,10 +260,10 @@ def _allocate_through_rmm(library: str) -> None:
 
 
 def store(plan: MemoryPlan, memory_limit: int) -> Any:
-    """Return what distributed's worker takes as ``data``; None for its own store.
+    """Return the ``data`` of distributed's worker; None for its own store.
 
-    That one counts device memory as host memory, and would spill it to disk. Results on the host
-    spill above the same fraction of the limit, in bytes, as there; 0 is no limit.
+    Its own counts device memory as host memory, and would spill it to disk. Results on the host
+    spill above the same fraction of the limit, in bytes, as in its own; 0 is no limit.
     """
     import dask
 
@@ -122,7 +281,7 @@ def store(plan: MemoryPlan, memory_limit: int) -> Any:
 def device_host_disk(
     worker_local_directory: str, *, device_memory_limit: int, memory_limit: int
 ) -> Any:
-    """dask-cuda's store, imported in the worker only. distributed fills in the folder, by name."""
+    """Return dask-cuda's store, imported in the worker; distributed fills in the folder by name."""
     from dask_cuda.device_host_file import DeviceHostFile
 
     return DeviceHostFile(

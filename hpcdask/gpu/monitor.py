@@ -1,4 +1,4 @@
-"""The GPUs of a scheduler's workers: what they do, what they did of late, what a run used."""
+"""GPUs of a scheduler's workers: their present state, and their use in a run."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from tornado.ioloop import PeriodicCallback
 
 from hpcdask.spec.records import Record
 
-from .reporting import METRIC, READ
-from .samples import INTERVAL_S, GpuSample
+from .samples import INTERVAL_S, METRIC, READ, GpuSample
 from .usage import GpuUsage, RunUsage, summary
 
 #: Name of the monitor among the scheduler's plugins.
@@ -28,14 +27,14 @@ READ_DEADLINE_S = 0.5
 
 @dataclass(frozen=True)
 class GpuState(Record):
-    """A GPU as it is now.
+    """Present state of a GPU.
 
     Attributes
     ----------
     sample
-        What NVML told last.
+        The last one of NVML.
     worker
-        Name of the worker that has it, or had it last.
+        Name of the worker that has the GPU, or had it last.
     pool
         Bytes of its memory that belong to the worker's RMM pool; None if it has none.
     nvlink, pcie
@@ -51,7 +50,7 @@ class GpuState(Record):
 
 @dataclass
 class _Gpu:
-    """Record of one GPU: the workers that have it, and since when, by `time`, some have."""
+    """Record of one GPU: the workers that have it, and since when by `time`."""
 
     workers: list[WorkerState] = field(default_factory=list)
     since: float = 0.0
@@ -59,24 +58,22 @@ class _Gpu:
     usage: GpuUsage = field(default_factory=GpuUsage)
     lap: GpuUsage = field(default_factory=GpuUsage)
 
-    def take(self, told: dict[str, Any] | None) -> None:
-        """Take a sample if it is newer than the last one."""
-        if told is None:
+    def add(self, told: dict[str, Any] | None) -> None:
+        """Add a sample if it is newer than the last one."""
+        before = self.state.sample if self.state else None
+        if told is None or (before and told["time"] <= before.time):
             return
         sample = GpuSample.from_json(told)
-        before = self.state.sample if self.state else None
-        if before is not None and sample.time <= before.time:
-            return
         self.usage.add(before, sample)
         self.lap.add(before, sample)
         names = ", ".join(str(ws.name) for ws in self.workers)
-        pools = [(ws.metrics.get("rmm") or {}).get("rmm-total") or 0 for ws in self.workers]
+        pool = sum((ws.metrics.get("rmm") or {}).get("rmm-total") or 0 for ws in self.workers)
         nvlink = _rate(before, sample, ("nvlink_sent", "nvlink_received"))
         pcie = _rate(before, sample, ("pcie_sent", "pcie_received"))
-        self.state = GpuState(sample, names, sum(pools) or None, nvlink, pcie)
+        self.state = GpuState(sample, names, pool or None, nvlink, pcie)
 
-    def count(self) -> None:
-        """Count the time until now in which workers have had it."""
+    def count_time(self) -> None:
+        """Count the time until now in which workers have had the GPU."""
         now = time()
         if self.workers:
             self.usage.held_s += now - self.since
@@ -85,7 +82,7 @@ class _Gpu:
 
 
 def _rate(before: GpuSample | None, now: GpuSample, names: Iterable[str]) -> float | None:
-    """Return how fast counters rise together, a second."""
+    """Return how much counters together rise in a second."""
     pairs = [(getattr(before, name, None), getattr(now, name)) for name in names]
     if before is None or any(None in pair for pair in pairs):
         return None
@@ -94,7 +91,7 @@ def _rate(before: GpuSample | None, now: GpuSample, names: Iterable[str]) -> flo
 
 
 class GpuMonitor(SchedulerPlugin):
-    """Monitor of the GPUs of a scheduler's workers, also of workers that are gone."""
+    """Monitor of the GPUs of a scheduler's workers, present and past."""
 
     name = NAME
 
@@ -108,57 +105,57 @@ class GpuMonitor(SchedulerPlugin):
         ws = scheduler.workers[worker]
         if told := ws.metrics.get(METRIC):
             gpu = self._gpus.setdefault(told["uuid"], _Gpu())
-            gpu.count()
+            gpu.count_time()
             gpu.workers.append(ws)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """See `SchedulerPlugin.remove_worker`."""
         for gpu in self._held():
-            gpu.count()
+            gpu.count_time()
             gpu.workers = [ws for ws in gpu.workers if ws.address != worker]
-            if not gpu.workers:  # what others do with it meanwhile is not of this run
+            if not gpu.workers:  # others may use the GPU meanwhile: that is not of this run
                 gpu.state = None
 
     def _tick(self) -> None:
-        """Take what workers told with their last heartbeats."""
+        """Add the samples of the workers' last heartbeats."""
         for gpu in self._held():
-            gpu.take(gpu.workers[0].metrics[METRIC]["sample"])
+            gpu.add(gpu.workers[0].metrics[METRIC]["sample"])
 
     def _held(self) -> list[_Gpu]:
         return [gpu for gpu in self._gpus.values() if gpu.workers]
 
     async def refresh(self) -> None:
-        """Ask workers to read their GPUs now; those that do not answer at once are left out."""
+        """Ask workers to read their GPUs now; leave out workers that do not answer at once."""
 
         async def ask(gpu: _Gpu) -> None:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(READ_DEADLINE_S):
                     call = getattr(self._scheduler.rpc(gpu.workers[0].address), READ)
-                    gpu.take((await call())["sample"])
+                    gpu.add((await call())["sample"])
 
         await asyncio.gather(*map(ask, self._held()))
         for gpu in self._gpus.values():
-            gpu.count()
+            gpu.count_time()
 
     def states(self) -> list[GpuState]:
-        """Return the GPUs that workers have, as they are, by host and index."""
+        """Return the present states of the GPUs that workers have, by host and index."""
         states = [gpu.state for gpu in self._held() if gpu.state]
         return sorted(states, key=lambda one: (one.sample.host, one.sample.index or 0))
 
     def usage(self) -> RunUsage | None:
-        """Return what all GPUs did so far; None if none was sampled."""
+        """Return the use of all GPUs so far; None if none was sampled."""
         for gpu in self._gpus.values():
-            gpu.count()
+            gpu.count_time()
         return summary([gpu.usage for gpu in self._gpus.values()])
 
     async def start_lap(self) -> None:
-        """Begin to sum up anew, beside the sums of the run."""
+        """Start new sums, beside those of the run."""
         await self.refresh()
         for gpu in self._gpus.values():
             gpu.lap = GpuUsage()
 
     async def lap(self) -> RunUsage | None:
-        """Return what all GPUs did since `start_lap`; None if none was sampled."""
+        """Return the use of all GPUs since `start_lap`; None if none was sampled."""
         await self.refresh()
         return summary([gpu.lap for gpu in self._gpus.values()])
 
@@ -175,7 +172,7 @@ async def refresh(scheduler: Scheduler) -> None:
 
 
 def usage_lines(scheduler: Scheduler) -> list[str]:
-    """Return what the user is told of the GPUs at the end; nothing where none was sampled."""
+    """Return the lines for the user on the GPUs of a run; none where no GPU was sampled."""
     monitor = monitor_of(scheduler)
-    usage = monitor.usage() if monitor is not None else None
-    return usage.lines() if usage is not None else []
+    usage = monitor and monitor.usage()
+    return usage.lines() if usage else []

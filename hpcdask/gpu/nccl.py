@@ -1,7 +1,7 @@
-"""All-reduce over NCCL, one GPU for each process.
+"""All-reduce over NCCL by CuPy, one GPU for each process.
 
-It goes through CuPy, which workers have anyway. CuPy loads the library of NVIDIA's wheel, the one
-that torch brings, so a second way through torch would reach no further.
+CuPy loads the library of NVIDIA's wheel, the one that torch brings, so a second way through torch
+would reach no further.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ WARM_UPS = 3
 
 
 def missing() -> str:
-    """Why this process cannot use NCCL; empty if it can."""
+    """Return why this process cannot use NCCL; empty if it can."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # CuPy says in ten lines what is said here in one
+            warnings.simplefilter("ignore")  # CuPy's has ten lines, this module's one
             from cupy.cuda import nccl
     except ImportError as error:
         return f"CuPy, which calls it, cannot be imported ({error})"
@@ -25,7 +25,7 @@ def missing() -> str:
 
 
 def version() -> str:
-    """Version of the library, such as ``2.28.9``."""
+    """Return the version of the library, such as ``2.28.9``."""
     from cupy.cuda import nccl
 
     number = nccl.get_version()
@@ -40,14 +40,14 @@ def unique_id() -> bytes:
 
 
 def join(rank: int, size: int, unique_id: bytes) -> Any:
-    """The communicator of this process; waits for all ranks."""
+    """Wait for all ranks, and return the communicator of this process."""
     from cupy.cuda import nccl
 
     return nccl.NcclCommunicator(size, unique_id, rank)
 
 
 def all_reduce(communicator: Any, nbytes: int, repeats: int) -> tuple[float, bool]:
-    """Sum float32 arrays of so many bytes; seconds of one all-reduce, and whether it was right."""
+    """Sum float32 arrays of `nbytes`; return the seconds of one all-reduce, and if it was right."""
     import cupy
     from cupy.cuda import nccl
 
@@ -78,5 +78,5 @@ def all_reduce(communicator: Any, nbytes: int, repeats: int) -> tuple[float, boo
 
 
 def bus_bandwidth(nbytes: int, seconds: float, size: int) -> float:
-    """Bytes per second over each link, as nccl-tests define it for an all-reduce of `size` GPUs."""
+    """Return the bytes per second of each link, as nccl-tests define it for an all-reduce."""
     return nbytes / seconds * 2 * (size - 1) / size

@@ -1,4 +1,4 @@
-"""Out of device memory: errors are recognised and explained, and room is made."""
+"""Errors for lack of device memory: recognise and explain them, and make room."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dask.utils import format_bytes, parse_bytes
 
 from hpcdask.errors import HpcdaskError
-from hpcdask.upstream import dask_cuda
+from hpcdask.upstream.parts import results_on_device
 
 from . import nvml
 
 if TYPE_CHECKING:
-    from .memory_plan import MemoryPlan
+    from .memory import MemoryPlan
 
 Event = TypeVar("Event")
 
-#: What the errors of CUDA's runtime, driver and libraries have in their text, whoever raises them;
-#: "Out of memory allocating" is CuPy's, where its class was lost on the way.
+#: Texts in errors of CUDA's runtime, driver and libraries, whoever raises them; "Out of memory
+#: allocating" is CuPy's, where its class was lost on the way.
 CODES = re.compile(
     r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
     r"\bCU[A-Z]+_(?:STATUS_)?ALLOC(?:ATION)?_FAILED|Out of memory allocating [\d,]+ bytes"
@@ -34,7 +34,7 @@ ASKED = re.compile(
     r"(?:Out of memory allocating|failed to allocate|Tried to allocate) "
     r"([\d.,]+) ?((?:[KMGTP]i?)?B|bytes)"
 )
-#: Where exceptions come from that clients may not have.
+#: Packages of exceptions that clients may not have.
 GPU_PACKAGES = {
     *("cupy", "cupy_backends", "cupyx", "torch", "numba", "rmm", "cuda", "cudf", "pylibcudf"),
 }
@@ -42,12 +42,30 @@ log = logging.getLogger("distributed.worker")
 
 
 class DeviceMemoryError(MemoryError, HpcdaskError):  # in the other order, tblib cannot unpickle it
-    """A Dask task ran out of device memory; its cause is the error as it was raised."""
+    """Error of a Dask task that ran out of device memory; its cause is the error as raised."""
 
 
 def device_out_of_memory(error: BaseException) -> bool:
     """Return whether this error, or one that led to it, says that a device is out of memory."""
-    return any(map(_says_so, _chain(error)))
+    return any(map(_is_out_of_memory, _chain(error)))
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    kind, text = type(error), _text(error)
+    if kind.__name__ == "OutOfMemoryError" and _package(error) in ("cupy", "torch"):
+        return True
+    # RMM raises Python's own MemoryError, with the C++ file that it comes from
+    by_rmm = isinstance(error, MemoryError) and "bad_alloc" in text and "rmm" in text.lower()
+    return by_rmm or CODES.search(text) is not None
+
+
+def asked_for(error: BaseException) -> int | None:
+    """Return the bytes of the allocation that failed, or None where the message does not tell."""
+    for one in _chain(error):
+        if found := ASKED.search(_text(one)):
+            unit = "B" if found[2] == "bytes" else found[2]
+            return int(parse_bytes(found[1].replace(",", "").rstrip(".") + unit))
+    return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -66,30 +84,39 @@ def _text(error: BaseException) -> str:
         return ""
 
 
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _package(error: BaseException) -> str:
+    return type(error).__module__.partition(".")[0]
 
 
-def _says_so(error: BaseException) -> bool:
-    kind, text = type(error), _text(error)
-    if kind.__name__ == "OutOfMemoryError" and _package(kind) in ("cupy", "torch"):
-        return True
-    # RMM raises Python's own MemoryError, with the C++ file that it comes from
-    by_rmm = isinstance(error, MemoryError) and "bad_alloc" in text and "rmm" in text.lower()
-    return by_rmm or CODES.search(text) is not None
+async def explained(worker: Any, plan: MemoryPlan, event: Event) -> Event:
+    """Return an event of a worker with a clear error if device memory ran out, and make room.
 
+    For overrides of ``distributed.Worker.execute`` and ``gather_dep``. Other events stay as they
+    are.
+    """
+    from distributed.core import clean_exception, error_message
+    from distributed.worker_state_machine import ExecuteFailureEvent, GatherDepFailureEvent
 
-def asked_for(error: BaseException) -> int | None:
-    """Return the bytes of the allocation that failed, or None where the message does not tell."""
-    for one in _chain(error):
-        if found := ASKED.search(_text(one)):
-            unit = "B" if found[2] == "bytes" else found[2]
-            return int(parse_bytes(found[1].replace(",", "").rstrip(".") + unit))
-    return None
+    if not isinstance(event, ExecuteFailureEvent | GatherDepFailureEvent):
+        return event
+    try:
+        error = clean_exception(event.exception.data)[1]
+        if isinstance(error, BaseException) and device_out_of_memory(error):
+            clear = explain(worker, plan, error)
+            # Copying results to the host takes seconds, in which the worker must answer. The thread
+            # that ran the Dask task holds its error, and with it the frames, until its next call
+            room = functools.partial(make_room, worker.data, plan, asked_for(error))
+            await asyncio.get_running_loop().run_in_executor(worker.executors["default"], room)
+            message = error_message(clear)
+            event.exception = message["exception"]
+            event.exception_text = message["exception_text"]
+    except Exception as error:  # the scheduler must hear of the failure all the same
+        log.warning("A failure of a Dask task cannot be explained: %s", _text(error))
+    return event
 
 
 def explain(worker: Any, plan: MemoryPlan, error: BaseException) -> DeviceMemoryError:
-    """Say where memory ran out, what holds it, and what to do; the error becomes the cause."""
+    """Return an error that says where memory ran out, what holds it, and what to do."""
     asked, held = asked_for(error), _held(worker.data)
     limit = plan.device_memory_limit
     spills = f"they spill above {format_bytes(limit)}" if limit else "they never spill"
@@ -118,7 +145,7 @@ def _for_any_client(error: BaseException) -> BaseException | None:
     shown: BaseException | None = None
     for one in reversed(list(_chain(error))):
         link = one
-        if _package(type(one)) in GPU_PACKAGES:
+        if _package(one) in GPU_PACKAGES:
             link = MemoryError(f"{type(one).__name__}: {_text(one)}")
             link = link.with_traceback(one.__traceback__)
         link.__cause__ = shown
@@ -126,54 +153,23 @@ def _for_any_client(error: BaseException) -> BaseException | None:
     return shown
 
 
-async def explained(worker: Any, plan: MemoryPlan, event: Event) -> Event:
-    """Make a worker that is out of device memory usable again, and its error clear.
-
-    For overrides of ``distributed.Worker.execute`` and ``gather_dep``: they return what this makes
-    of the event that distributed's own return. Other events stay as they are.
-    """
-    from distributed.worker_state_machine import ExecuteFailureEvent, GatherDepFailureEvent
-
-    if isinstance(event, ExecuteFailureEvent | GatherDepFailureEvent):
-        try:
-            await _explain_failure(worker, plan, event)
-        except Exception as error:  # the scheduler must hear of the failure all the same
-            log.warning("A failure of a Dask task cannot be explained: %s", _text(error))
-    return event
-
-
-async def _explain_failure(worker: Any, plan: MemoryPlan, event: Any) -> None:
-    from distributed.core import clean_exception, error_message
-
-    error = clean_exception(event.exception.data)[1]
-    if not isinstance(error, BaseException) or not device_out_of_memory(error):
-        return
-    clear = explain(worker, plan, error)
-    # Copying results to the host takes seconds, in which the worker must answer. The thread that
-    # ran the Dask task still holds its error, and with it the frames, until it does something else
-    room = functools.partial(make_room, worker.data, plan, asked_for(error))
-    await asyncio.get_running_loop().run_in_executor(worker.executors["default"], room)
-    message = error_message(clear)
-    event.exception = message["exception"]
-    event.exception_text = message["exception_text"]
-
-
 def make_room(data: Any, plan: MemoryPlan, asked: int | None) -> None:
     """Free what failed Dask tasks left on the device, and spill what the last one asked."""
     gc.collect()  # the frames that hold the arrays refer to their error, which refers to them
-    fast = dask_cuda.on_device(data)
-    if fast is not None and plan.device_memory_limit and asked and asked <= plan.total:
+    results = results_on_device(data)
+    if results is not None and plan.device_memory_limit and asked and asked <= plan.total:
         try:
-            fast.evict_until_below_target(max(0, fast.total_weight - asked))
+            results.evict_until_below_target(max(0, results.total_weight - asked))
         except Exception as error:
             # as text: a log that is kept would keep the error's frames, and what they hold
             log.warning("Results cannot be spilled from %s: %s", plan.device, _text(error))
-    for library in {"cupy", "torch"} & set(sys.modules) - set(plan.libraries):
+    unused: dict[str, Any] = {
+        "cupy": lambda cupy: cupy.get_default_memory_pool().free_all_blocks(),
+        "torch": lambda torch: torch.cuda.empty_cache(),
+    }
+    for library in unused.keys() & sys.modules.keys() - set(plan.libraries):
         try:
-            if library == "cupy":
-                sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
-            else:
-                sys.modules["torch"].cuda.empty_cache()
+            unused[library](sys.modules[library])
         except Exception as error:
             log.warning("%s keeps unused memory of %s: %s", library, plan.device, _text(error))
 
@@ -182,7 +178,7 @@ def _held(data: Any) -> int:
     """Return the bytes of results on the device, without bringing spilled ones back."""
     from dask.sizeof import sizeof
 
-    on_device = dask_cuda.on_device(data)
+    on_device = results_on_device(data)
     if on_device is not None:
         return int(on_device.total_weight)
     values = list(getattr(data, "fast", data).values())
@@ -195,7 +191,7 @@ def free(plan: MemoryPlan) -> str:
         if "rmm" in sys.modules:
             return format_bytes(sys.modules["rmm"].mr.available_device_memory()[0])
         return format_bytes(sys.modules["cupy"].cuda.runtime.memGetInfo()[0])
-    except Exception:  # it is asked for a message about another error
+    except Exception:  # this is for a message about another error
         return "an unknown number of bytes"
 
 
@@ -207,10 +203,8 @@ def _pool(plan: MemoryPlan) -> str:
             return f"the RMM pool of {format_bytes(size)}"
         if plan.allocator == "cuda":
             pool = sys.modules["cupy"].get_default_memory_pool()
-            return (
-                f"CuPy's pool of {format_bytes(pool.total_bytes())} "
-                f"({format_bytes(pool.used_bytes())} in use)"
-            )
+            used, total = format_bytes(pool.used_bytes()), format_bytes(pool.total_bytes())
+            return f"CuPy's pool of {total} ({used} in use)"
     except Exception:  # as in `free`
         return "a pool of unknown size"
     return "RMM's asynchronous pool"
@@ -218,8 +212,8 @@ def _pool(plan: MemoryPlan) -> str:
 
 def holders(uuid: str) -> str:
     """Return the processes that use the device, in words."""
-    with contextlib.suppress(Exception), nvml.session() as started:  # as in `free`
-        if started and (device := started.device(uuid)) and (found := device.processes()):
+    with contextlib.suppress(Exception):  # as in `free`
+        if (device := nvml.device(uuid)) and (found := device.processes()):
             used = (f"{pid} ({format_bytes(nbytes or 0)})" for pid, nbytes in found.items())
             return f"and these processes are on it: {', '.join(used)}"
     return "and nvidia-smi tells which processes hold the rest"

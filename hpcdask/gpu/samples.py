@@ -1,13 +1,17 @@
-"""Samples of a GPU by NVML, which its worker reads once a second."""
+"""Samples of a worker's GPU by NVML, once a second, among the worker's metrics.
+
+distributed sends them to the scheduler, where `hpcdask.gpu.monitor` has them.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcdask.errors import HpcdaskError
 from hpcdask.spec.records import Record
@@ -15,7 +19,10 @@ from hpcdask.spec.records import Record
 from . import nvml
 from .nvml import CLOCK_SM, TEMPERATURE_GPU, Device
 
-#: Why NVML holds clocks back, by bit. An idle GPU and clocks that were set are no such reasons.
+if TYPE_CHECKING:
+    from distributed import Worker
+
+#: Reasons that hold clocks back, by NVML's bit, without an idle GPU and clocks that were set.
 REASONS = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -37,6 +44,8 @@ COUNTERS = {
 }
 #: Seconds between two readings. One of an H100 at work takes 7 ms.
 INTERVAL_S = 1.0
+#: The worker's metric, and the handler that reads the GPU now.
+METRIC, READ = "hpcdask-gpu", "hpcdask-read-gpu"
 
 
 @dataclass(frozen=True)
@@ -88,39 +97,16 @@ class GpuSample(Record):
         return f"{self.host} GPU {which}"
 
 
-class Sampler:
-    """Reader of a GPU or MIG slice by its UUID, in a thread once a second or when it is asked."""
+def read_sample(uuid: str) -> GpuSample | None:
+    """Return what NVML tells of a GPU now; None if NVML does not show it."""
+    device = _find(uuid)
+    return _sample(device) if device else None
 
-    def __init__(self, uuid: str) -> None:
-        self._uuid = uuid
-        self._device: Device | None = None
-        self._lock = threading.Lock()
-        self._stopped = threading.Event()
-        self.latest: GpuSample | None = None
 
-    def start(self) -> None:
-        """Begin to read once a second."""
-        threading.Thread(target=self._run, name="gpu-sampler", daemon=True).start()
-
-    def stop(self) -> None:
-        """Read no more."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        while not self._stopped.is_set() and self.read() is not None:
-            self._stopped.wait(INTERVAL_S)
-
-    def read(self) -> GpuSample | None:
-        """Return and keep as `latest` what NVML tells now; None if it does not show the GPU."""
-        with self._lock:
-            if self._device is None:
-                # no package, no driver or no such GPU: none is needed to compute
-                with contextlib.suppress(HpcdaskError):
-                    if (started := nvml.start()) is not None:
-                        self._device = started.device(self._uuid)
-            if self._device is not None:
-                self.latest = _sample(self._device)
-            return self.latest
+def _find(uuid: str) -> Device | None:
+    with contextlib.suppress(HpcdaskError):  # no package or no driver: none is needed to compute
+        return nvml.device(uuid)
+    return None
 
 
 def _sample(device: Device) -> GpuSample:
@@ -150,5 +136,44 @@ def _sample(device: Device) -> GpuSample:
 
 def sample_of(uuid: str) -> dict[str, Any]:
     """Return what a GPU does now, as JSON; empty where NVML does not show it."""
-    sample = Sampler(uuid).read()
+    sample = read_sample(uuid)
     return {} if sample is None else sample.to_json()
+
+
+class GpuReporter:
+    """Reporter of a worker's GPU: of its UUID at once, of a sample a second from `start` on."""
+
+    def __init__(self, worker: Worker, uuid: str) -> None:
+        self._uuid = uuid
+        self._device: Device | None = None
+        self._sample: GpuSample | None = None
+        self._stopped = threading.Event()
+        worker.handlers[READ] = self.read
+        worker.metrics[METRIC] = self.latest
+
+    def start(self) -> None:
+        """Start to read the GPU once a second, in a thread."""
+        threading.Thread(target=self._run, name="gpu-sampler", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while self._read() is not None and not self._stopped.wait(INTERVAL_S):
+            pass
+
+    def _read(self) -> GpuSample | None:
+        self._device = self._device or _find(self._uuid)
+        if self._device is not None:
+            self._sample = _sample(self._device)
+        return self._sample
+
+    def latest(self, worker: Worker | None = None) -> dict[str, Any]:
+        """Return the GPU's UUID, and its last sample or None."""
+        return {"uuid": self._uuid, "sample": self._sample and self._sample.to_json()}
+
+    async def read(self) -> dict[str, Any]:
+        """Read the GPU now, and return what `latest` does."""
+        await asyncio.to_thread(self._read)
+        return self.latest()

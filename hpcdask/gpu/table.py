@@ -1,4 +1,4 @@
-"""The GPUs of a cluster as a table in a terminal and in a notebook."""
+"""Table of a cluster's GPUs, in a terminal and in a notebook."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ COLUMNS = (
 class GpuTable(tuple[GpuState, ...]):
     """Table of the GPUs of a cluster's workers, by node and index.
 
-    A tuple of `hpcdask.gpu.monitor.GpuState`, which is shown as a table. What NVML does not tell of
-    a GPU, such as the power of a MIG slice, is unknown.
+    A tuple of `hpcdask.gpu.monitor.GpuState`. What NVML does not tell of a GPU, such as the power
+    of a MIG slice, is unknown.
     """
 
     @classmethod
@@ -38,12 +38,15 @@ class GpuTable(tuple[GpuState, ...]):
 
     def summary(self) -> str:
         """Return models, memory in use and utilisation of all together, in one line."""
-        samples = [one.sample for one in self]
-        models = Counter(sample.model or "GPU" for sample in samples)
-        used = [sample.memory_used for sample in samples if sample.memory_used is not None]
-        total = [sample.memory_total for sample in samples if sample.memory_total is not None]
-        busy = [sample.utilisation for sample in samples if sample.utilisation is not None]
-        memory = f"{format_bytes(sum(used))} of {format_bytes(sum(total))}"
+
+        def known(name: str) -> list[float]:
+            values = (getattr(one.sample, name) for one in self)
+            return [value for value in values if value is not None]
+
+        models = Counter(one.sample.model or "GPU" for one in self)
+        used, total = known("memory_used"), known("memory_total")
+        memory = f"{format_bytes(int(sum(used)))} of {format_bytes(int(sum(total)))}"
+        busy = known("utilisation")
         mean = f"{sum(busy) / len(busy):.0f} %" if busy else UNKNOWN
         names = ", ".join(f"{count} x {model}" for model, count in models.items())
         return f"{names}, memory {memory if used and total else UNKNOWN}, utilisation {mean}"
@@ -87,7 +90,7 @@ def _rate(value: float) -> str:
 
 
 def gpus(client: Client | None = None) -> Any:
-    """Return what the GPUs of a cluster do now, as a table.
+    """Return the present state of a cluster's GPUs as a table.
 
     Parameters
     ----------

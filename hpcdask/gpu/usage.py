@@ -1,4 +1,4 @@
-"""Use of GPUs in a run: sums over their samples, and what was wrong with them."""
+"""Use of GPUs in a run: sums over their samples, and problems that these show."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNTERS = ("energy_j", "nvlink_sent", "ecc_corrected", "ecc_uncorrected")
 
 @dataclass
 class GpuUsage:
-    """Sums of one GPU: seconds that a worker had it, those sampled, and what counters rose by."""
+    """Sums of one GPU: seconds held by a worker, seconds sampled, and rises of counters."""
 
     label: str = ""
     model: str = ""
@@ -42,12 +42,12 @@ class GpuUsage:
     held_back_s: dict[str, float] = field(default_factory=dict)
 
     def add(self, before: GpuSample | None, now: GpuSample) -> None:
-        """Add a sample, and what the counters rose by since the one before it."""
+        """Add a sample, and the rise of the counters since the one before."""
         seconds = 0.0 if before is None else now.time - before.time
         self.label, self.model = now.label, now.model or "GPU"
         self.memory_total = now.memory_total
-        peaks = [one for one in (self.peak_memory, now.memory_used) if one is not None]
-        self.peak_memory = max(peaks, default=None)
+        if now.memory_used is not None:
+            self.peak_memory = max(self.peak_memory or 0, now.memory_used)
         self.sampled_s += seconds
         if now.utilisation is not None:
             self.busy_s = (self.busy_s or 0.0) + seconds * now.utilisation / 100
@@ -61,22 +61,20 @@ class GpuUsage:
 
 @dataclass(frozen=True)
 class RunUsage(Record):
-    """Use of all GPUs of a run together; None is what NVML did not tell.
+    """Use of all GPUs of a run together; None where NVML did not tell.
 
     Attributes
     ----------
     models
-        How many GPUs of each model.
-    gpu_hours, energy_kwh
-        In all.
+        Number of GPUs of each model.
     utilisation
         Mean, in percent.
     peak_memory, memory_total
-        Bytes, of the GPU that had most in use.
+        Bytes of the GPU that had most in use.
     nvlink_bytes
-        Sent over NVLink, in all.
+        Sent over NVLink by all.
     problems
-        What was wrong, by GPU.
+        One line each, with the GPUs.
     """
 
     models: dict[str, int]
@@ -88,22 +86,27 @@ class RunUsage(Record):
     nvlink_bytes: float | None
     problems: list[str]
 
+    def cells(self) -> dict[str, str]:
+        """Return the texts of a table's row by column, empty where unknown."""
+        peak, nvlink = self.peak_memory, self.nvlink_bytes
+        of = f" of {format_bytes(self.memory_total)}" if self.memory_total else ""
+        return {
+            "GPU hours": f"{self.gpu_hours:.3g}",
+            "mean utilisation": "" if self.utilisation is None else f"{self.utilisation:.0f} %",
+            "peak memory": "" if peak is None else f"{format_bytes(peak)}{of}",
+            "energy": "" if self.energy_kwh is None else f"{self.energy_kwh:.3g} kWh",
+            "over NVLink": "" if nvlink is None else format_bytes(int(nvlink)),
+        }
+
     def line(self) -> str:
-        """Write all of it in one line, without the problems."""
+        """Return everything but the problems in one line."""
         models = ", ".join(f"{count} x {model}" for model, count in self.models.items())
-        busy = "unknown" if self.utilisation is None else f"{self.utilisation:.0f} %"
-        peak = "unknown"
-        if self.peak_memory is not None:
-            of = f" of {format_bytes(self.memory_total)}" if self.memory_total else ""
-            peak = f"{format_bytes(self.peak_memory)}{of}"
-        energy = "unknown" if self.energy_kwh is None else f"{self.energy_kwh:.3g} kWh"
+        hours, busy, peak, energy, nvlink = (one or "unknown" for one in self.cells().values())
         line = (
-            f"{models}, {self.gpu_hours:.3g} GPU hours, mean utilisation {busy}, peak memory "
-            f"{peak}, energy {energy}"
+            f"{models}, {hours} GPU hours, mean utilisation {busy}, peak memory {peak}, "
+            f"energy {energy}"
         )
-        if self.nvlink_bytes is not None:
-            line += f", {format_bytes(int(self.nvlink_bytes))} over NVLink"
-        return line
+        return line if self.nvlink_bytes is None else f"{line}, {nvlink} over NVLink"
 
     def lines(self) -> list[str]:
         """Return the lines for the user at the end of a run."""
@@ -111,7 +114,7 @@ class RunUsage(Record):
 
 
 def summary(gpus: Sequence[GpuUsage]) -> RunUsage | None:
-    """Sum up the GPUs; None if none was sampled."""
+    """Return the sums over GPUs; None if none was sampled."""
     gpus = [one for one in gpus if one.label]
     if not gpus:
         return None

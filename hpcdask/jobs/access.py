@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpcdask.security.credentials import load_credentials, to_security
 
-from .folder import base_path
+from .folder import list_clusters
 
 if TYPE_CHECKING:
     from distributed import Security
@@ -20,15 +20,14 @@ def load_security(info: Mapping[str, str]) -> Security | None:
 
     For a client in another process than the cluster's, such as the kernel of a notebook beside
     JupyterLab's Dask extension. The keys are in the cluster's folder, which only its user can read.
+    With a fixed port, clusters that are over had the same address: the newest that is not counts.
     None when no cluster of this user that the usual base knows has the address in `info`. Raises
-    SchedulerFileError if the cluster has ended, or others can read its keys.
+    SchedulerFileError if others can read its keys.
     """
-    for script in base_path(None).glob("*/script*.sh"):  # one for each group
-        try:
-            is_it = f" {info.get('address')} " in script.read_text()
-        except OSError:  # of a cluster that ends right now
-            continue
-        if is_it:
-            keys = load_credentials(str(script.parent / "keys"))
-            return to_security(keys)
+    address = info.get("address")
+    for folder in reversed(list_clusters()):
+        if folder.ended is None and any(
+            f" {address} " in script.read_text() for script in folder.scripts()
+        ):
+            return to_security(load_credentials(str(folder.keys)))
     return None

@@ -6,10 +6,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from hpcdask.errors import NotHere, QueueError
+from hpcdask.errors import NotHere, QueueError, root_cause
 from hpcdask.queues.base import Queue
 from hpcdask.queues.commands import COMMAND_TIMEOUT_S
-from hpcdask.queues.job_state import OVER
 from hpcdask.spec.tags import parse_tag
 
 from .folder import ClusterFolder
@@ -51,9 +50,9 @@ async def end_jobs(
                 await queue.cancel(live)
         except NotHere:  # nor will it later
             raise
-        except QueueError as error:
-            problem = error
-            say_once(f"{error}; trying again")
+        except Exception as error:  # an answer that makes no sense may be any exception
+            problem = QueueError(error if isinstance(error, QueueError) else root_cause(error))
+            say_once(f"{problem}; trying again")
         if not live and not problem:
             if not awaited():
                 return []
@@ -67,23 +66,14 @@ async def end_jobs(
 
 
 async def end_cluster(folder: ClusterFolder, queue: Queue, say: Callable[[str], None]) -> list[str]:
-    """Cancel the jobs of a cluster that nobody holds any more; return what is left."""
+    """Cancel the jobs with the tag of a cluster that nobody holds any more; return what is left.
+
+    A recorded id alone proves nothing: queues use their numbers again.
+    """
 
     async def find() -> list[str]:
-        """Those with the tag, and the recorded ones, should the queue have lost tags."""
-        mine: list[str] = []
-        problem: QueueError | None = None
-        try:
-            found = await queue.tagged()
-            mine = [job_id for job_id, tag in found.items() if parse_tag(tag)[0] == folder.name]
-        except QueueError as error:
-            problem = error
-        others = set(folder.ids()) - set(mine)
-        seen = await queue.query(others) if others else {}
-        live = mine + [job_id for job_id, job in seen.items() if job.state not in OVER]
-        if problem and not live:  # whether there are others is not known
-            raise problem
-        return live
+        found = await queue.tagged()
+        return [job_id for job_id, tag in found.items() if parse_tag(tag)[0] == folder.name]
 
     return await end_jobs(queue, find, say, lambda: may_bring_more(folder))
 

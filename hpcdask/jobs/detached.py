@@ -1,4 +1,4 @@
-"""Records of detached clusters in their folders, and the search for one by its name.
+"""Records of detached clusters in their folders, and the search for a cluster by its name.
 
 ::
 
@@ -6,7 +6,7 @@
         control.json   a `ControlRecord`: where the scheduler is, how it is, why it ended
         control.sh     the script of the scheduler's job or process; its log is control.log
         control.id     id of the scheduler's job; missing if it is a process
-        asked.pickle   what was asked of it, until it has ended
+        request.json   the request for the cluster, until it has ended
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdask.errors import HpcdaskError, QueueError, UsageError
-from hpcdask.queues.job_state import OVER, WAITING
+from hpcdask.logs import say
+from hpcdask.queues.job_state import OVER, WAITING, QueueStatus
 from hpcdask.queues.registry import queue_class
 from hpcdask.security import private
+from hpcdask.spec.records import Record
 
 from .folder import ClusterFolder, list_clusters
-from .owner import append
 
-RECORD, JOB_ID, ASKED = "control.json", "control.id", "asked.pickle"
+RECORD, JOB_ID, REQUEST = "control.json", "control.id", "request.json"
+#: Version of what detached clusters write and answer; another one is another release's.
+VERSION = 2
 #: Where it is in its life: nothing has started yet, it can be reached, it ends, it is over.
 SUBMITTED, RUNNING, ENDING, ENDED = "submitted", "running", "ending", "ended"
 #: What holds a cluster that is not detached, and one that is.
@@ -37,36 +40,45 @@ SCHEDULER = "scheduler-"
 
 
 @dataclass(frozen=True)
-class ControlRecord:
-    """A detached cluster as its control process tells it.
+class ControlRecord(Record):
+    """State of a detached cluster, which its control process writes.
 
-    `name` is the user's. `why` says why it ends or has ended. `ends` is when the walltime of its
-    scheduler is reached, as a unix time; None if it has none. `tls` tells whether keys are needed.
+    `name` is the user's. `why` says why it ends or has ended. `tls` tells whether clients need
+    keys.
     """
 
     name: str
     state: str = SUBMITTED
     address: str = ""
     idle_timeout_s: float | None = None
-    ends: float | None = None
     gpus: bool = False
     tls: bool = True
     why: str = ""
+    version: int = VERSION
 
     def write(self, folder: ClusterFolder) -> None:
-        """Tell it to all processes of this user."""
-        text = json.dumps(dataclasses.asdict(self), indent=2)
-        private.write_private(str(folder.path / RECORD), text)
+        """Publish the record to all processes of this user."""
+        private.write_private(str(folder.path / RECORD), json.dumps(self.to_json(), indent=2))
 
     @classmethod
     def read(cls, folder: ClusterFolder) -> ControlRecord | None:
-        """Return the last record; None if this is no detached cluster."""
+        """Return the last record; None if this is no detached cluster.
+
+        Raises UsageError if it cannot be read, or another release of hpcdask wrote it.
+        """
+        path = folder.path / RECORD
         try:
-            return cls(**json.loads(private.read(str(folder.path / RECORD))))
+            known = json.loads(private.read(str(path)))
+            if known.get("version") == VERSION:
+                return cls.from_json(known)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError) as error:
-            raise UsageError(f"{folder.path / RECORD} cannot be read: {error}") from None
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path} cannot be read: {error}") from None
+        raise UsageError(
+            f"{path} is of another release of hpcdask, with which it was made: use that one, or "
+            f"end the cluster with hpcdask down {folder.name}"
+        )
 
 
 def holder(folder: ClusterFolder) -> str:
@@ -75,8 +87,14 @@ def holder(folder: ClusterFolder) -> str:
 
 
 def control_log(folder: ClusterFolder) -> Path:
-    """The log of the scheduler's job or process; `logs` may be a folder of the user's."""
+    """Return the log of the scheduler's job or process; `logs` may be a folder of the user's."""
     return folder.path / "control.log"
+
+
+def see_log(folder: ClusterFolder) -> str:
+    """Return where to read more at the end of an error, if the scheduler's job has written."""
+    path = control_log(folder)
+    return f". Log: {path}" if path.exists() else ""
 
 
 def scheduler_tag(folder: ClusterFolder) -> str:
@@ -85,65 +103,102 @@ def scheduler_tag(folder: ClusterFolder) -> str:
 
 
 def record_job(folder: ClusterFolder, job_id: str) -> None:
-    """Note the scheduler's job."""
-    append(folder.path / JOB_ID, f"{job_id}\n")
+    """Record the id of the scheduler's job."""
+    private.write_private(str(folder.path / JOB_ID), f"{job_id}\n")
 
 
 def scheduler_job(folder: ClusterFolder) -> str | None:
-    """The id of the scheduler's job; None if it is a process, or was not submitted."""
+    """Return the id of the scheduler's job; None if it is a process, or was not submitted."""
     with contextlib.suppress(OSError):
         return (folder.path / JOB_ID).read_text().strip() or None
     return None
 
 
-def find(name: str, base: str | os.PathLike[str] | None = None) -> ClusterFolder:
-    """The folder of the detached cluster of this name, or of this id.
+async def scheduler_status(folder: ClusterFolder) -> QueueStatus | None:
+    """Return what the queue says of the scheduler's job while it is not over.
 
-    One that is over is found where no other has the name. Raises UsageError if there is none, or
-    several are not over.
+    Raises QueueError if the queue does not answer.
     """
-    known = [(folder, ControlRecord.read(folder)) for folder in list_clusters(base)]
-    detached = [(folder, record) for folder, record in known if record is not None]
-    found = [folder for folder, record in detached if name in (record.name, folder.name)]
-    live = [folder for folder in found if folder.ended is None]
-    if len(live) > 1:
-        raise UsageError(
-            f"{len(live)} detached clusters are called {name}: say which by its id: "
-            f"{', '.join(folder.name for folder in live)}"
-        )
-    if live or found:
-        return (live or found)[-1]
-    names = sorted({record.name for folder, record in detached if folder.ended is None})
+    if (job_id := scheduler_job(folder)) is None:
+        return None
+    seen = (await queue_class(folder.queue)().query([job_id])).get(job_id)
+    return None if seen is None or seen.state in OVER else seen
+
+
+async def cancel_scheduler(folder: ClusterFolder) -> None:
+    """Cancel the scheduler's job, which is known by its tag: queues use their numbers again."""
+    if scheduler_job(folder) is not None:
+        queue = queue_class(folder.queue)()
+        tag, tags = scheduler_tag(folder), await queue.tagged()
+        if found := [job_id for job_id in tags if tags[job_id] == tag]:
+            await queue.cancel(found)
+
+
+# Names
+
+
+def records(clusters: Iterable[ClusterFolder]) -> dict[ClusterFolder, ControlRecord]:
+    """Return the records of the detached clusters among these.
+
+    A line names a cluster that is not over and whose record cannot be read, which is left out.
+    """
+    found = {}
+    for folder in clusters:
+        try:
+            if (record := ControlRecord.read(folder)) is not None:
+                found[folder] = record
+        except UsageError as error:
+            if folder.ended is None:
+                say(f"warning: {folder.name} is left out: {error}")
+    return found
+
+
+def resolve(
+    name: str, clusters: Sequence[ClusterFolder], known: dict[ClusterFolder, ControlRecord]
+) -> list[ClusterFolder]:
+    """Return the clusters that a user's word names, of these, which are the oldest first.
+
+    An id names one cluster. The name of detached ones names those that are not over, else the last
+    one. The start of an id names a cluster if only one has it.
+    """
+    if by_id := [one for one in clusters if one.name == name]:
+        return by_id
+    if named := [one for one in clusters if one in known and known[one].name == name]:
+        return [one for one in named if one.ended is None] or named[-1:]
+    by_start = [one for one in clusters if one.name.startswith(name)]
+    return by_start if len(by_start) == 1 else []
+
+
+def named(name: str, clusters: Sequence[ClusterFolder]) -> ClusterFolder | None:
+    """Return the cluster that a user's word names; the newest, should there be several."""
+    return next(reversed(resolve(name, clusters, records(clusters))), None)
+
+
+def find(name: str, base: str | os.PathLike[str] | None = None) -> ClusterFolder:
+    """Return the folder of the detached cluster that a user's word names.
+
+    Raises UsageError if there is none, or several are not over.
+    """
+    known = records(list_clusters(base))
+    found = resolve(name, list(known), known)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        ids = ", ".join(folder.name for folder in found)
+        text = f"{len(found)} detached clusters are called {name}: say which by its id: {ids}"
+        raise UsageError(text)
+    names = sorted({record.name for folder, record in known.items() if folder.ended is None})
+    there = f"are: {', '.join(names)}" if names else "is none"
     raise UsageError(
-        f"you have no detached cluster {name}. There {_are(names)}. hpcdask list shows all; one "
+        f"you have no detached cluster {name}. There {there}. hpcdask list shows all; one "
         f"that was made with shared_temp_directory on another machine is found by --folder"
     )
 
 
-def named(name: str, clusters: Sequence[ClusterFolder]) -> ClusterFolder | None:
-    """The cluster of this id, the newest detached one of this name, or the only id with this start.
-
-    `clusters` of any kind, the oldest first.
-    """
-    records = [ControlRecord.read(one) for one in clusters]
-    found = [one for one in clusters if one.name == name] or [
-        one for one, record in zip(clusters, records, strict=True) if record and record.name == name
-    ]
-    if found:
-        return found[-1]
-    found = [one for one in clusters if one.name.startswith(name)]
-    return found[0] if len(found) == 1 else None
-
-
-def _are(names: list[str]) -> str:
-    return f"are: {', '.join(names)}" if names else "is none"
-
-
 def refuse_taken(name: str, base: str | os.PathLike[str] | None) -> None:
     """Raise UsageError if a detached cluster of this name is not over."""
-    for folder in list_clusters(base):
-        record = ControlRecord.read(folder)
-        if record is not None and record.name == name and folder.ended is None:
+    for folder, record in records(list_clusters(base)).items():
+        if record.name == name and folder.ended is None:
             raise UsageError(
                 f"you have a detached cluster {name} already, which is {record.state}: "
                 f'hpcdask.attach("{name}"), or end it with hpcdask down {name}, or choose another '
@@ -151,8 +206,11 @@ def refuse_taken(name: str, base: str | os.PathLike[str] | None) -> None:
             )
 
 
+# Life and death
+
+
 async def why_gone(folder: ClusterFolder) -> str | None:
-    """Why a detached cluster has ended or ends; None while it lives, as far as one sees from here.
+    """Return why a detached cluster has ended or ends; None while it lives, as far as one sees.
 
     Raises QueueError if the queue does not answer.
     """
@@ -184,41 +242,47 @@ async def why_gone(folder: ClusterFolder) -> str | None:
 
 
 def mark_ended(folder: ClusterFolder, why: str) -> None:
-    """Note that a detached cluster and all its jobs are over; `why`, unless that is known."""
-    record = ControlRecord.read(folder) or ControlRecord(folder.name)
-    (folder.path / ASKED).unlink(missing_ok=True)
+    """Note that a cluster and all its jobs are over; `why`, unless that is known.
+
+    A detached cluster has a request, which goes, and a record.
+    """
+    (folder.path / REQUEST).unlink(missing_ok=True)
     folder.remove_keys()  # first, since it makes room on a full disk
-    dataclasses.replace(record, state=ENDED, why=record.why or why).write(folder)
+    with contextlib.suppress(UsageError):  # of another release
+        if (record := ControlRecord.read(folder)) is not None:
+            dataclasses.replace(record, state=ENDED, why=record.why or why).write(folder)
     folder.mark_ended()
 
 
 async def settle(folder: ClusterFolder) -> str | None:
-    """End what a detached cluster left whose scheduler died; why it is gone, None while it lives.
+    """End what a detached cluster left whose scheduler died, and return why it is gone.
+
+    Returns None while it lives. Raises HpcdaskError if the queue does not answer, or jobs do not
+    end.
+    """
+    why = await why_gone(folder)
+    if why is None or folder.ended is not None:
+        return why
+    record = ControlRecord.read(folder)
+    if record is not None and record.state == ENDING:
+        in_job = scheduler_job(folder) is not None
+        there = in_job and await scheduler_status(folder) is not None
+        if there or (not in_job and folder.owner.lives() is not False):
+            return why  # its process ends the jobs
+    folder.remove_keys()  # jobs that start only now end at once
+    await cancel_scheduler(folder)  # it may wait to run again
+    await finish(folder, why, lambda text: None)
+    return why
+
+
+async def finish(folder: ClusterFolder, why: str, say: Callable[[str], None]) -> None:
+    """End the jobs of a cluster whose process is gone, and mark the cluster as over.
 
     Raises HpcdaskError if the queue does not answer, or jobs do not end.
     """
     from .cancel import end_cluster
 
-    why = await why_gone(folder)
-    if why is None or folder.ended is not None:
-        return why
-    record = ControlRecord.read(folder)
-    if record is not None and record.state == ENDING and await _ends_by_itself(folder):
-        return why
     folder.remove_keys()
-    queue = queue_class(folder.queue)()
-    if (job_id := scheduler_job(folder)) is not None:
-        await queue.cancel([job_id])  # it may wait to run again
-    left = await end_cluster(folder, queue, lambda text: None)
-    if left:
+    if left := await end_cluster(folder, queue_class(folder.queue)(), say):
         raise HpcdaskError(f"{folder.name}: these jobs do not end: {' '.join(left)}")
     mark_ended(folder, why)
-    return why
-
-
-async def _ends_by_itself(folder: ClusterFolder) -> bool:
-    """Return whether the process that says it ends its jobs is there to do so."""
-    if (job_id := scheduler_job(folder)) is None:
-        return folder.owner.lives() is not False
-    seen = (await queue_class(folder.queue)().query([job_id])).get(job_id)
-    return seen is not None and seen.state not in OVER

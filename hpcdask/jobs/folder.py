@@ -4,13 +4,12 @@
 
     BASE/CLUSTER/              0700, on a file system that the nodes share; see `base_path`
         cluster.json           queue, tag, and the process that holds the cluster
-        jobs.json              what the cluster concludes of its jobs
-        doors.json             addresses of the scheduler and of the workers' nannies
+        report.json            what the cluster tells others; see `ClusterReport`
         script.sh              of every job; script-GROUP.sh of those of a group
-        submissions/001/       script.sh as submitted, ids (missing: none known), logs -> ../../logs
+        submissions/001/       script.sh as submitted, ids (missing: none known)
         submissions/GROUP-001/ the same of a group
         logs/                  JOBID.log, and queue-JOBID.log of the queue itself
-        keys/                  while the cluster lives
+        keys                   while the cluster lives
         watchdog.log             what was done after the notebook's death
 
 Ids are recorded right after a submission. Those that a crash keeps from being recorded are
@@ -26,7 +25,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,46 +33,37 @@ from hpcdask.errors import UsageError
 from hpcdask.process import home_folder
 from hpcdask.security.private import make_folders, write_private
 
-from . import state
-from .owner import Owner, append, check_owned, read_end
+from .owner import Owner, check_owned, read_end
+from .state import ClusterReport
 
 
-@dataclass(frozen=True)
+@dataclass
 class Submission:
     """Call of the submit command: its folder, and the script in it."""
 
     path: Path
 
-    @property
-    def script(self) -> Path:
-        """The script as it was submitted."""
-        return self.path / "script.sh"
-
-    @property
-    def group(self) -> str:
-        """The group of its jobs; empty in a cluster without groups."""
-        return self.path.name.rpartition("-")[0]
-
-    @property
-    def number(self) -> int:
-        """Its number in the group."""
-        return int(self.path.name.rpartition("-")[2])
+    def __post_init__(self) -> None:
+        group, _, number = self.path.name.rpartition("-")
+        self.group, self.number = group, int(number)  # the group is empty without groups
+        self.script, self._ids = self.path / "script.sh", self.path / "ids"
 
     @property
     def is_answered(self) -> bool:
         """Return whether any of its jobs is recorded."""
-        return (self.path / "ids").exists()
+        return self._ids.exists()
 
     def record(self, ids: Iterable[str]) -> None:
-        """Note the jobs that it brought, safe from a crash of the machine."""
-        append(self.path / "ids", "".join(f"{job_id}\n" for job_id in ids))
+        """Record jobs that it brought."""
+        lines = [f"{job_id}\n" for job_id in (*self.submitted(), *ids)]
+        write_private(str(self._ids), "".join(lines))
 
-    def ids(self) -> list[str]:
-        """The jobs that it brought, as far as they are recorded."""
+    def submitted(self) -> dict[str, float]:
+        """Return the recorded jobs, with the unix time of their submission."""
         try:
-            return (self.path / "ids").read_text().split()
+            return dict.fromkeys(self._ids.read_text().split(), self._ids.stat().st_mtime)
         except OSError:
-            return []
+            return {}
 
 
 @dataclass(eq=False)
@@ -134,7 +124,7 @@ class ClusterFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ClusterFolder:
-        """The folder of a cluster, of this or another process.
+        """Open the folder of a cluster, of this or another process.
 
         Raises UsageError if it is no cluster's folder, or belongs to, or is open to, somebody else.
         """
@@ -164,45 +154,35 @@ class ClusterFolder:
         write_private(str(self.path / "cluster.json"), json.dumps(content, indent=2))
 
     def take_over(self) -> None:
-        """From now on, this process holds the cluster."""
+        """Make this process the one that holds the cluster."""
         self.owner = Owner.this()
         self._write()
 
-    def write_reports(self, reports: Iterable[state.JobReport]) -> None:
-        """Tell other processes how the jobs are."""
-        write_private(str(self.path / "jobs.json"), state.to_json(reports))
+    def write_report(self, report: ClusterReport) -> None:
+        """Publish the state of the cluster to other processes."""
+        write_private(str(self.path / "report.json"), json.dumps(report.to_json()))
 
-    def reports(self) -> dict[str, state.JobReport]:
-        """Return what the cluster told last of its jobs, by id; empty if that cannot be read."""
+    def report(self) -> ClusterReport:
+        """Return what the cluster told last; an empty report if that cannot be read."""
         try:
-            return state.from_json((self.path / "jobs.json").read_text())
-        except (OSError, ValueError):
-            return {}
-
-    def write_doors(self, address: str, doors: Mapping[str, str]) -> None:
-        """Tell `hpcdask stacks` where the scheduler is, and the nannies by their workers' names."""
-        write_private(
-            str(self.path / "doors.json"), json.dumps({"address": address, "doors": dict(doors)})
-        )
-
-    def doors(self) -> tuple[str, dict[str, str]]:
-        """Return what `write_doors` wrote last; both empty if that cannot be read."""
-        try:
-            known = json.loads((self.path / "doors.json").read_text())
-            return known["address"], known["doors"]
-        except (OSError, ValueError, KeyError):
-            return "", {}
+            return ClusterReport.from_json(json.loads((self.path / "report.json").read_text()))
+        except (OSError, ValueError, TypeError, AttributeError):
+            return ClusterReport()
 
     def script(self, group: str = "") -> Path:
-        """Where the script of a group's jobs is."""
+        """Return the path of the script of a group's jobs."""
         return self.path / (f"script-{group}.sh" if group else "script.sh")
+
+    def scripts(self) -> list[Path]:
+        """Return the scripts of all groups."""
+        return sorted(self.path.glob("script*.sh"))
 
     def write_script(self, text: str, group: str = "") -> Path:
         """Keep the script that submissions from now on have."""
         return _write_script(self.script(group), text)
 
     def new_submission(self, group: str = "") -> Submission:
-        """The folder of a group's next submission, with the script.
+        """Make the folder of a group's next submission, with the script.
 
         The folder of one that brought no job is taken again.
         """
@@ -214,38 +194,23 @@ class ClusterFolder:
             name = f"{group}-{number}" if group else number
             submission = Submission(self.path / "submissions" / name)
             submission.path.mkdir(0o700)
-            (submission.path / "logs").symlink_to("../../logs")
         _write_script(submission.script, self.script(group).read_text())
         return submission
 
     def submissions(self) -> list[Submission]:
-        """All submissions, in the order of each group."""
-        try:
-            found = map(Submission, (self.path / "submissions").iterdir())
-            known = [one for one in found if one.path.name.rpartition("-")[2].isdigit()]
-        except OSError:
-            return []
-        return sorted(known, key=lambda one: (one.group, one.number))
-
-    def ids(self) -> list[str]:
-        """All jobs that are recorded, in the order of each group's submissions."""
-        return [job_id for submission in self.submissions() for job_id in submission.ids()]
+        """Return all submissions, in the order of each group."""
+        found = map(Submission, (self.path / "submissions").glob("*[0-9]"))
+        return sorted(found, key=lambda one: (one.group, one.number))
 
     def submitted(self) -> dict[str, float]:
-        """When each recorded job was submitted, as a unix time."""
-        return {
-            job_id: (submission.path / "ids").stat().st_mtime
-            for submission in self.submissions()
-            for job_id in submission.ids()
-        }
+        """Return when each recorded job was submitted, in the order of each group's submissions."""
+        pairs = (one.submitted().items() for one in self.submissions())
+        return {job_id: at for some in pairs for job_id, at in some}
 
     def unanswered_s(self) -> float | None:
-        """Seconds since a submission was begun of which no job is recorded; None without such."""
-        begun = []
-        for submission in self.submissions():  # only the last one of a group may be without
-            if not submission.is_answered:
-                with contextlib.suppress(OSError):
-                    begun.append(submission.script.stat().st_mtime)
+        """Return the seconds since the last submission of which no job is recorded, or None."""
+        waits = [one.script for one in self.submissions() if not one.is_answered]
+        begun = [script.stat().st_mtime for script in waits if script.exists()]
         return max(0.0, time.time() - max(begun)) if begun else None
 
     def logs_in(self, path: str | os.PathLike[str]) -> None:
@@ -264,39 +229,44 @@ class ClusterFolder:
             raise UsageError(f"log_directory: {target} cannot be used: {error.strerror}") from None
 
     def log_path(self, job_id: str) -> Path:
-        """Where the job itself writes."""
+        """Return the path of the log that the job itself writes."""
         return self.path / "logs" / f"{job_id}.log"
 
-    def log_of(self, job_id: str) -> list[Path]:
-        """The job's logs that exist: the queue's own first, then what the job wrote.
+    def logs_of(self, ids: Iterable[str]) -> dict[str, list[Path]]:
+        """Return the logs that exist of each job: the queue's own first, then what the job wrote.
 
         The queue's is named as well as the queue can: numbers count, punctuation does not.
         """
-        wanted = _words(job_id)
-        logs = self.path / "logs"
-        try:
-            names = sorted(os.listdir(logs))
-        except OSError:
-            return []
-        found = [
-            logs / name
-            for name in names
-            if name.startswith("queue-")
-            and name.endswith(".log")
-            and _words(name[len("queue-") : -len(".log")])[: len(wanted)] == wanted
-        ]
-        own = self.log_path(job_id)
-        return [*found, *([own] if own.name in names else [])]
+        found: dict[str, list[Path]] = {job_id: [] for job_id in ids}
+        by_words = {tuple(_words(job_id)): job_id for job_id in found}
+        logs, own = self.path / "logs", []
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(logs)):
+                stem, _, end = name.rpartition(".")
+                if end != "log":
+                    continue
+                if stem in found:
+                    own.append(stem)
+                elif stem.startswith("queue-"):
+                    words = _words(stem.removeprefix("queue-"))
+                    heads = (tuple(words[:count]) for count in range(len(words), 0, -1))
+                    if job_id := next(filter(None, map(by_words.get, heads)), None):
+                        found[job_id].append(logs / name)
+        for job_id in own:
+            found[job_id].append(self.log_path(job_id))
+        return found
 
-    def tail(self, job_id: str, lines: int | None = None) -> list[str]:
-        """The last lines of the job's logs, or all; empty if there are none (yet)."""
-        found = [line for path in self.log_of(job_id) for line in read_end(path, lines is None)]
-        return found if lines is None else found[max(0, len(found) - lines) :]
+    def tails(self, ids: Iterable[str], lines: int | None = None) -> dict[str, list[str]]:
+        """Return the last lines of each job's logs, or all; none where there are no logs (yet)."""
+        found = {}
+        for job_id, paths in self.logs_of(ids).items():
+            text = [line for path in paths for line in read_end(path, lines is None)]
+            found[job_id] = text if lines is None else text[max(0, len(text) - lines) :]
+        return found
 
     def remove_keys(self) -> None:
         """Remove the credentials: nobody can join the cluster any more."""
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.keys)
+        self.keys.unlink(missing_ok=True)
 
     def mark_ended(self) -> None:
         """Note that the cluster is over and its jobs are gone; the keys go, too."""
@@ -306,17 +276,17 @@ class ClusterFolder:
             self._write()
 
     def lives(self) -> bool | None:
-        """Return whether the process that holds the cluster still runs; None: not visible here."""
+        """Return whether the process that holds the cluster runs; None: not visible here."""
         return False if self.ended is not None else self.owner.lives()
 
 
 def new_name(name: str) -> str:
-    """No dot and no dash but the last: see the tags of Moab and of hpcdask submit."""
+    """Return a new id, with no dot and one dash: see the tags of Moab and of hpcdask submit."""
     return re.sub(r"[^A-Za-z0-9_]+", "_", f"{name}")[:40] + f"-{os.urandom(3).hex()}"
 
 
 def base_path(base: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of the clusters' folders, absolute; the usual one is that of `home_folder`.
+    """Return the folder of the clusters' folders, absolute; by default that of `home_folder`.
 
     A site's configuration may name each user's own, such as ``/scratch/hpcdask/$USER``. Raises
     UsageError for a variable that is not set.
@@ -328,7 +298,7 @@ def base_path(base: str | os.PathLike[str] | None = None) -> Path:
 
 
 def list_clusters(base: str | os.PathLike[str] | None = None) -> list[ClusterFolder]:
-    """All clusters of this user in a base, oldest first. Other folders there are skipped.
+    """Return all clusters of this user in a base, oldest first; other folders are skipped.
 
     The usual base has links to those in others.
     """

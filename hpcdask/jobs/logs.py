@@ -36,7 +36,7 @@ class LogLine:
         return " ".join([clock, self.node or "-", self.worker or "-", self.level or "-", self.text])
 
     def followed_by(self, text: str) -> LogLine:
-        """The next line of the same file."""
+        """Return the next line of the same file."""
         stamped = _STAMPED.fullmatch(text)
         if stamped is None:
             found = _OF_JOB.match(text)
@@ -62,7 +62,7 @@ class LogFile:
     _rest: bytes = b""
 
     def read(self) -> list[LogLine]:
-        """The whole lines that are new."""
+        """Return the whole lines that are new."""
         try:
             with self.path.open("rb") as file:  # a network's file shows them to who opens it anew
                 file.seek(self._offset)
@@ -86,16 +86,16 @@ class ClusterLogs:
     _files: dict[Path, LogFile] = field(default_factory=dict)
 
     def read(self) -> list[LogLine]:
-        """The lines that are new since the last call, merged in their order."""
+        """Return the lines that are new since the last call, merged in their order."""
         submitted = self.folder.submitted()
-        for job_id, at in submitted.items():
-            for path in self.folder.log_of(job_id):
+        for job_id, paths in self.folder.logs_of(submitted).items():
+            for path in paths:
                 if path not in self._files:
-                    start = LogLine(at, "", f"job-{job_id}", "", "")
+                    start = LogLine(submitted[job_id], "", f"job-{job_id}", "", "")
                     self._files[path] = LogFile(path, start)
         return merged(file.read() for file in self._files.values())
 
 
 def merged(files: Iterable[list[LogLine]]) -> list[LogLine]:
-    """The lines of several files in the order of their times; within a file as they are."""
+    """Return the lines of several files in the order of their times; within a file as they are."""
     return list(heapq.merge(*files, key=lambda line: line.time))

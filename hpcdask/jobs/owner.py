@@ -1,4 +1,4 @@
-"""Whose a process or a folder is, and files that a crash does not lose."""
+"""Owners of processes and folders, and the ends of logs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 from hpcdask.errors import UsageError
 from hpcdask.process import process_start
 from hpcdask.security.private import others_may_write, refuse_open
+from hpcdask.spec.records import Record
 
 #: How much of a log's end is read for its last lines.
 TAIL_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
-class Owner:
+class Owner(Record):
     """The process that holds a cluster.
 
     `space` is its process id namespace: a process id means something only within host and
@@ -31,7 +32,7 @@ class Owner:
 
     @classmethod
     def this(cls) -> Owner:
-        """This process."""
+        """Return this process."""
         space = os.readlink("/proc/self/ns/pid")
         return cls(socket.gethostname(), space, os.getpid(), process_start(os.getpid()))
 
@@ -44,9 +45,9 @@ class Owner:
 
 
 def check_owned(path: Path) -> None:
-    """Refuse a folder in which others could replace what is there.
+    """Raise UsageError for a folder in which others could replace files.
 
-    Raises UsageError if it belongs to another user, or others may write in it or rename it.
+    It belongs to another user, or others may write in it or rename it.
     """
     status = path.stat()
     yours = f"name one of yours, such as {path}/$USER"
@@ -62,22 +63,8 @@ def check_owned(path: Path) -> None:
         raise UsageError(f"{error.strerror}. Name another folder than {path}") from None
 
 
-def append(path: Path, text: str) -> None:
-    """Append to a 0600 file, and see it on the disk."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        os.write(file, text.encode())
-        os.fsync(file)
-    finally:
-        os.close(file)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def read_end(path: Path, whole: bool) -> list[str]:
+    """Return the last lines of a log, or all; none of a file that cannot be read."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

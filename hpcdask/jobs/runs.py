@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,16 @@ from hpcdask.queues.environment import job_id
 from hpcdask.queues.job_state import OVER
 from hpcdask.queues.registry import queue_class, system_of_job
 from hpcdask.security import private
+from hpcdask.spec.records import Record
 
 from .owner import Owner
 
-#: Seconds that a scheduler has to answer.
-ANSWER_S = 2.0
+#: Seconds that a scheduler, and a command of a queueing system, have to answer.
+ANSWER_S, QUEUE_S = 2.0, 4.0
 
 
 @dataclass(frozen=True)
-class RunNote:
+class RunNote(Record):
     """A run, whose rank 0 is `owner`; `queue` and `job` are empty outside of a job.
 
     `program` is the name of what runs, empty where it is not known.
@@ -43,23 +44,23 @@ class RunNote:
 
     @classmethod
     def of_this(cls, file: str, address: str, program: str) -> RunNote:
-        """The run of this process."""
+        """Return the run of this process."""
         queue, job = system_of_job(os.environ) or "", (job_id() or "").partition(".r")[0]
         now = time.time()
         return cls(os.path.abspath(file), address, Owner.this(), queue, job, now, program)
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """Return the path of the note."""
         return folder() / f"{self.owner.host}-{self.owner.pid}.json"
 
     def write(self) -> None:
         """Add the run to the list."""
         private.make_folders(str(folder()))
-        private.write_private(str(self.path), json.dumps(asdict(self)))
+        private.write_private(str(self.path), json.dumps(self.to_json()))
 
     async def why_gone(self) -> str:
-        """Why it has ended; empty while it lives, as far as one sees from here."""
+        """Return why the run has ended; empty while it lives, as far as is seen from here."""
         lives = self.owner.lives()
         if lives is False:
             return f"its rank 0 (process {self.owner.pid} on {self.owner.host}) is gone"
@@ -69,13 +70,15 @@ class RunNote:
             return why
         if self.queue and self.job:
             with contextlib.suppress(HpcdaskError):
-                seen = (await queue_class(self.queue)().query([self.job])).get(self.job)
+                queue: Any = queue_class(self.queue)()
+                queue.timeout_s = QUEUE_S
+                seen = (await queue.query([self.job])).get(self.job)
                 if seen is None or seen.state in OVER:
                     return f"its job {self.job} is over"
         return ""
 
     def _file_tells(self) -> str:
-        """Why it has ended, by its scheduler file, whose folder may not be seen from here."""
+        """Return why the run has ended by its scheduler file, which may not be seen from here."""
         if os.path.isdir(os.path.dirname(self.file)):
             if not os.path.lexists(self.file):
                 return f"{self.file} is gone, and nobody answers at {self.address}"
@@ -101,7 +104,7 @@ class RunNote:
         return why
 
     async def row(self) -> dict[str, Any]:
-        """It as `hpcdask list` has it, which shows one that has ended once."""
+        """Return the run as a row of `hpcdask list`, which shows one that has ended once."""
         why, workers = await self.clear(), None
         where = ", ".join(filter(None, [self.program, f"{self.file} on {self.owner.host}"]))
         if why:
@@ -131,15 +134,14 @@ class RunNote:
 
 
 def folder() -> Path:
-    """Where the notes are."""
+    """Return the folder of the notes."""
     return Path(home_folder(), "runs")
 
 
 def listed() -> list[RunNote]:
-    """The runs that have a note, oldest first."""
+    """Return the runs that have a note, oldest first."""
     found = []
     for path in folder().glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            known = json.loads(private.read(str(path)))
-            found.append(RunNote(**{**known, "owner": Owner(**known["owner"])}))
+            found.append(RunNote.from_json(json.loads(private.read(str(path)))))
     return sorted(found, key=lambda one: one.created)

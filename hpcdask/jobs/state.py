@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
+from hpcdask.logs import plural
 from hpcdask.queues import job_state
 from hpcdask.queues.job_state import QueueStatus
+from hpcdask.spec.records import Record
+
+if TYPE_CHECKING:
+    from hpcdask.queues.base import Queue
 
 
 class JobState(StrEnum):
-    """Where a job is in its life, from what the queue says and which workers are connected."""
+    """State of a job, from the queue's word and the workers that are connected."""
 
     PENDING = "pending"  # the queue holds it; `reason` is the queue's
     REQUEUED = "requeued"  # pending again under the same id
@@ -34,7 +39,7 @@ WAITING = frozenset(map(JobState, job_state.WAITING))
 
 
 @dataclass(frozen=True)
-class JobReport:
+class JobReport(Record):
     """Job that is not over, as its cluster sees it.
 
     `workers` are connected, of `size`. `since` is the unix time at which it started, or was
@@ -50,6 +55,9 @@ class JobReport:
     since: float | None
     group: str = ""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", JobState(self.state))  # a text in JSON
+
     @classmethod
     def of_queue(cls, seen: QueueStatus, submitted: float | None, group: str) -> JobReport:
         """Return a job's state where only the queue tells of it."""
@@ -62,6 +70,20 @@ class JobReport:
         return (self.state in WAITING) != (seen.state in job_state.WAITING)
 
 
+@dataclass(frozen=True)
+class ClusterReport(Record):
+    """State of a cluster as its own process tells others: `jobs` are those that are not over.
+
+    `address` is the scheduler's, `doors` are the nannies' by the workers' names. `problem` says why
+    workers do not come, if they do not.
+    """
+
+    jobs: tuple[JobReport, ...] = ()
+    address: str = ""
+    doors: dict[str, str] = field(default_factory=dict)
+    problem: str = ""
+
+
 def counts(reports: Iterable[JobReport]) -> str:
     """Return how many jobs are in each state, such as ``2 pending (Resources), 6 running``."""
     found: Counter[str] = Counter()
@@ -72,15 +94,12 @@ def counts(reports: Iterable[JobReport]) -> str:
     return ", ".join(f"{count} {what}" for what, count in found.items())
 
 
-def to_json(reports: Iterable[JobReport]) -> str:
-    """The text that `from_json` reads."""
-    return json.dumps([vars(report) for report in reports])
-
-
-def from_json(text: str) -> dict[str, JobReport]:
-    """Reports by the jobs' ids. Raises ValueError for what `to_json` has not made."""
-    try:
-        found = [JobReport(**{**row, "state": JobState(row["state"])}) for row in json.loads(text)]
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"no reports of jobs: {error}") from None
-    return {report.id: report for report in found}
+def lasting(jobs: Iterable[JobReport | QueueStatus], queue: type[Queue]) -> dict[str, str]:
+    """Return a text on jobs that may never start, for each reason for which jobs wait."""
+    reasons = Counter(job.reason for job in jobs if job.state in job_state.WAITING)
+    found = {}
+    for reason, count in reasons.items():
+        if (advice := queue.lasting(reason)) is not None:
+            text = f"{plural(count, 'job')} wait{'s' * (count == 1)}, and may never start: {reason}"
+            found[reason] = ". ".join(filter(None, [text, advice]))
+    return found

@@ -5,7 +5,7 @@ while something it forked still has the pipe, the watchdog cancels all jobs of t
 that they are gone, and removes the keys. A cluster that closes by itself dismisses it first.
 
 Where a site ends all processes of a user who logs out, it ends the watchdog too; workers then end
-by themselves after their death timeout, and ``hpcdask cleanup`` cancels what is pending.
+by themselves after their death timeout, and ``hpcdask down --dead`` cancels what is pending.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Watchdog:
         self._holder = os.getpid()
 
     def dismiss(self) -> None:
-        """The cluster has closed and its jobs are gone: have the watchdog do nothing."""
+        """End the watchdog: the cluster has closed, and its jobs are gone."""
         if os.getpid() != self._holder:
             return  # a fork of the notebook
         self._folder.mark_ended()
@@ -124,16 +124,16 @@ def main() -> None:
         queue = queue_class(folder.queue)()
         left = asyncio.run(end_cluster(folder, queue, _say))
         if left:
-            _say(f"still there: {' '.join(left)}. Try: hpcdask cleanup {folder.name}")
+            _say(f"still there: {' '.join(left)}. Try: hpcdask down {folder.name}")
         else:
             folder.mark_ended()
             _say("no job is left")
     except HpcdaskError as error:
-        _say(f"giving up: {error}. Try: hpcdask cleanup {folder.name}")
+        _say(f"giving up: {error}. Try: hpcdask down {folder.name}")
 
 
 def _is_dismissed(notebook: int) -> bool:
-    """Wait for the cluster's end; whether it was orderly."""
+    """Wait for the cluster's end, and return whether it was orderly."""
     while not select.select([0], [], [], 1.0)[0]:
         if os.getppid() != notebook:
             return False  # what it forked may hold the pipe for long

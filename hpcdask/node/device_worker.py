@@ -6,27 +6,35 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pkgutil import resolve_name
 from typing import Any
 
+from dask.typing import Key
 from distributed.comm import CommClosedError
 from distributed.core import Status
 from distributed.metrics import time
 from distributed.protocol.serialize import dask_deserialize
-from distributed.worker_state_machine import ExecuteFailureEvent
+from distributed.worker_state_machine import (
+    ExecuteFailureEvent,
+    GatherDepFailureEvent,
+    GatherDepSuccessEvent,
+)
 
 from hpcdask.bootstrap import resources
 from hpcdask.client.defaults import send_at_once
 from hpcdask.comm.peers import UCX, WORKING, PeerWorker, load
 from hpcdask.errors import HpcdaskError
 from hpcdask.gpu import context, memory, oom
-from hpcdask.gpu.context import CONTEXT_MADE, make_context
-from hpcdask.gpu.first_use import FirstUse
-from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
-from hpcdask.gpu.reporting import GpuReporter
+from hpcdask.gpu.context import CONTEXT_MADE, FirstUse, make_context
+from hpcdask.gpu.memory import ON_HOST, MemoryPlan
+from hpcdask.gpu.samples import GpuReporter
 from hpcdask.logs import say, set_log_level, sign_lines
 from hpcdask.process import make_observable, mark
 from hpcdask.security import ports
+from hpcdask.upstream import distributed as upstream
+
+from . import failures
 
 #: Reason for which workers are closed at the end of a run.
 RUN_IS_OVER = "the run is over"
@@ -37,11 +45,7 @@ TOLD_DEADLINE_S = 1.0
 
 
 class DeviceWorker(PeerWorker):
-    """distributed's worker, bound to its placement first.
-
-    That is, to CPU cores and to a GPU by its UUID, whose context is made before any transport
-    starts. ``restarted``: it follows a worker that died.
-    """
+    """distributed's worker, bound first to cores and GPU; ``restarted`` after another died."""
 
     _reporter: GpuReporter | None = None
 
@@ -75,8 +79,10 @@ class DeviceWorker(PeerWorker):
                 raise
             mark("device memory set up")
         make_observable()
+        upstream.fail_unreadable_tasks()
         if bind_gpu is None:
-            dask_deserialize.register_lazy("cupy", _receive_cupy_arrays)
+            arrays = "hpcdask.comm.host_arrays:receive_cupy_arrays"
+            dask_deserialize.register_lazy("cupy", lambda: resolve_name(arrays)())
         self.device_memory, self.port_range = device_memory, port_range
         self._context_lost = False
         self._first_use = FirstUse()
@@ -110,12 +116,20 @@ class DeviceWorker(PeerWorker):
         if self.on_device and self.status in WORKING:
             self._first_use.start()
 
-    async def execute(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a Dask task, and survive that its device is full, or that it broke the context."""
+    async def execute(self, key: Key, *, stimulus_id: str) -> Any:
+        """Run a Dask task, and survive `sys.exit`, a full device, and a broken context."""
         self._first_use.stop()
-        event = await super().execute(*args, **kwargs)
+        try:
+            if error := failures.unreadable_input(self, key):
+                return failures.failed(self, key, error, stimulus_id)
+            event = await super().execute(key, stimulus_id=stimulus_id)
+        except SystemExit as error:
+            event = failures.failed(self, key, error, stimulus_id)
         event = await oom.explained(self, self.device_memory, event)
-        if self.on_device and isinstance(event, ExecuteFailureEvent) and (why := context.lost()):
+        if not isinstance(event, ExecuteFailureEvent):
+            return event
+        upstream.drop_text_traceback(event)
+        if self.on_device and (why := context.lost()):
             if self._context_lost:  # it failed for the fault of another, and is run again elsewhere
                 await asyncio.Event().wait()
             self._context_lost = True
@@ -136,13 +150,31 @@ class DeviceWorker(PeerWorker):
                 await self.batched_stream.close()
         os._exit(1)
 
-    async def gather_dep(self, *args: Any, **kwargs: Any) -> Any:
-        """Fetch from another worker, and survive that the device is full."""
-        event = await super().gather_dep(*args, **kwargs)
-        return await oom.explained(self, self.device_memory, event)
+    async def gather_dep(
+        self, worker: str, to_gather: Collection[Key], total_nbytes: int, *, stimulus_id: str
+    ) -> Any:
+        """Fetch from another worker; what does not arrive fails the Dask tasks that need it."""
+        event = await super().gather_dep(worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
+        event = await oom.explained(self, self.device_memory, event)
+        if not isinstance(event, GatherDepFailureEvent):
+            return event
+        # Otherwise they wait for ever: https://github.com/dask/distributed/issues/6705
+        self.rpc.remove(worker)  # a connection of which half a message was read
+        data: dict[Key, Any] = {}
+        for key in to_gather:  # one of several does not keep the others
+            if len(to_gather) == 1:
+                data[key] = failures.Unreadable.of(event)
+                break
+            one = await self.gather_dep(worker, [key], total_nbytes, stimulus_id=stimulus_id)
+            if not isinstance(one, GatherDepSuccessEvent):
+                return one
+            data |= one.data
+        return GatherDepSuccessEvent(
+            worker=worker, total_nbytes=total_nbytes, data=data, stimulus_id=stimulus_id
+        )
 
     def handle_worker_status_change(self, status: str, stimulus_id: str) -> None:
-        """Being retired is no reason to complain that the scheduler does not know it any more."""
+        """Log errors only while retiring: the scheduler no longer knows this worker."""
         set_log_level("ERROR" if status == Status.closing_gracefully.name else "WARNING")
         super().handle_worker_status_change(status, stimulus_id)
 
@@ -161,15 +193,10 @@ class DeviceWorker(PeerWorker):
             os._exit(1)
 
 
-def _receive_cupy_arrays() -> None:
-    from hpcdask.comm.host_arrays import receive_cupy_arrays
-
-    receive_cupy_arrays()
-
-
 def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
     """Return the modules that the worker imports before it registers."""
-    needed = ["dask_cuda.device_host_file", *plan.libraries]
+    # CuPy by all means: its libraries must not be loaded in a thread while UCX loads its own
+    needed = ["dask_cuda.device_host_file", "cupy", *plan.libraries]
     if plan.allocator != "cuda":
         needed += ["rmm", *(f"rmm.allocators.{library}" for library in plan.libraries)]
     return [*needed, UCX] if exchange == "ucx" else needed

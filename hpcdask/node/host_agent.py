@@ -1,12 +1,19 @@
-"""Workers of a rank, or of a job on one node, from the first look at the node to their end."""
+"""Agent of a rank, or of a job on one node, from the first look at the node to the workers' end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+import socket
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
 import dask.config
 from distributed import Security
@@ -15,21 +22,23 @@ from hpcdask.bootstrap import orders, resources
 from hpcdask.bootstrap.environment import own_process
 from hpcdask.bootstrap.orders import MessageStream
 from hpcdask.bootstrap.ranks import Rank
+from hpcdask.bootstrap.supervisor import CONTEXT
 from hpcdask.comm import fabric, transport
-from hpcdask.errors import HpcdaskError, root_cause
-from hpcdask.logs import say, set_log_level
+from hpcdask.comm.fabric import Fabric
+from hpcdask.errors import DeviceError, HpcdaskError, MissingExtra, UsageError, root_cause
+from hpcdask.gpu.devices import Gpu, visible_gpus
+from hpcdask.gpu.driver import answer_deadline_s, cuda_extra, has_nvidia_driver
+from hpcdask.logs import complain, set_log_level
 from hpcdask.process import leave, owner_text
 from hpcdask.security import ports, private
 from hpcdask.security.credentials import check_configuration
+from hpcdask.spec.records import Record
 from hpcdask.spec.specs import WorkerSpec
 from hpcdask.upstream import distributed as upstream
 
-from . import profiling
 from .device_worker import RUN_IS_OVER
-from .gpu_probe import GpuProbe, ProbeResult
 from .nanny import BoundNanny, make_nanny
 from .placement import Inventory, WorkerPlacement
-from .preflight import check_extras, check_parts
 from .scratch import scratch_folder
 
 #: Seconds that workers get to close, with their teardowns, and where something failed or a signal
@@ -37,30 +46,66 @@ from .scratch import scratch_folder
 CLOSE_DEADLINE_S, HURRIED_S = 10.0, 2.0
 
 
+def run_agent(
+    line: socket.socket,
+    work: Callable[..., Awaitable[int]],
+    rank: Rank,
+    spec: WorkerSpec,
+    *args: Any,
+) -> NoReturn:
+    """Do the work of an agent, and end this process with the exit code that it returns."""
+
+    async def run() -> NoReturn:
+        agent = HostAgent(await MessageStream.over(line), spec.configured(), rank)
+        try:
+            code = await work(agent, *args)
+        except HpcdaskError as error:
+            complain(error)
+            code = error.exit_code
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        agent.leave(code)
+
+    upstream.run_in_loop(run())
+    raise AssertionError("the agent leaves by itself")
+
+
 class HostAgent:
-    """The workers of a rank or a job here, each with its nanny, and the line to its own process.
+    """Agent of a rank or a job here; ``parts`` are other processes for `hpcdask stacks`."""
 
-    ``tells``: each worker writes that it is warm, where nobody says it for all. ``parts`` are other
-    processes of the rank by name, which `hpcdask stacks` looks at.
-    """
-
-    def __init__(
-        self, line: MessageStream, spec: WorkerSpec, rank: Rank, *, tells: bool = False
-    ) -> None:
+    def __init__(self, line: MessageStream, spec: WorkerSpec, rank: Rank) -> None:
         self.rank, self.host = rank, rank.host
         self.owner = owner_text(own_process())
         self.spec = spec
         self.nannies: list[BoundNanny] = []
         self.parts: dict[str, int] = {}
         self.scratch = ""
-        self._line, self._tells = line, tells
+        self._line = line
         self._probe: GpuProbe | None = None
-        self._ending = False
-        self._watchers: list[asyncio.Task[None]] = []
 
     def tell(self, message: orders.Message) -> None:
         """Order something of the process that owns signals, program and janitor."""
-        self._line.send(**message.to_json())
+        self._line.send(message)
+
+    def clean(self, path: str) -> None:
+        """Tell the janitor to remove a path when the rank is gone."""
+        self.tell(orders.Clean(path))
+
+    def listen(self, heard: Callable[[orders.Message], None]) -> None:
+        """Pass on what the own process tells; once that is gone, end as the janitor does."""
+
+        async def listen() -> None:
+            async for message in self._line:
+                heard(message)
+            self.leave(1)
+
+        self._listening = asyncio.create_task(listen())
+
+    def leave(self, code: int) -> NoReturn:
+        """End this process now, whatever its threads wait for; the rank's own process follows."""
+        private.remove(self.scratch, self.owner)
+        leave(code)
 
     def prepare(self) -> None:
         """Make the scratch folder and start to look for GPUs. Raises UsageError on bad input."""
@@ -69,25 +114,16 @@ class HostAgent:
         set_log_level()
         upstream.preload_nothing()
         dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
-        if self.spec.device != "cpu":
-            self._probe = GpuProbe.start()
+        if self.spec.device != "cpu" and (has_nvidia_driver() or find_spec("pynvml")):
+            self._probe = GpuProbe()
         try:
-            self.scratch = scratch_folder(self.spec.local_directory, self._announce, self.owner)
+            self.scratch = scratch_folder(self.spec.local_directory, self.clean, self.owner)
         except HpcdaskError:
-            self.scratch = scratch_folder(None, self._announce, self.owner)  # to end in order
+            self.scratch = scratch_folder(None, self.clean, self.owner)  # to end in order
             raise
-        check_parts(self.spec)
+        check_preloads(self.spec)
 
-    def _announce(self, folder: str) -> None:
-        self.tell(orders.Clean(folder, "later"))
-
-    async def listen(self, heard: Callable[[orders.Message], None]) -> None:
-        """Pass on what the own process tells, until that is gone: then end, as the janitor does."""
-        while (message := await self._line.receive()) is not None:
-            heard(orders.read(message))
-        self.leave(1)
-
-    def look(self) -> tuple[Inventory, fabric.Fabric]:
+    def look(self) -> tuple[Inventory, Fabric]:
         """Return what this node has for its workers, and what joins its devices."""
         found = ProbeResult()
         if self._probe is not None:
@@ -96,7 +132,8 @@ class HostAgent:
             found = ProbeResult(fabric=fabric.look(gpus=False))
         if self.spec.interface and self.spec.interface != transport.AUTO:
             transport.check_interface(self.spec.interface, fabric.interfaces(every=True), self.host)
-        check_extras(cuda=bool(found.gpus))
+        if found.gpus and not (find_spec("cuda") and find_spec("cuda.bindings")):
+            raise MissingExtra("cuda-bindings", cuda_extra(), "a worker on a GPU")
         seen = Inventory(
             self.rank.index,
             self.host,
@@ -108,55 +145,41 @@ class HostAgent:
         )
         return seen, found.fabric
 
+    def note_parts(self, pids: Mapping[str, int]) -> None:
+        """Show more processes of this rank by the first nanny."""
+        self.parts |= pids
+
     async def start_workers(
         self,
         placements: Sequence[WorkerPlacement],
         scheduler: str,
         security: Security,
-        failed: Callable[[str, str], None] | None = None,
+        failed: Callable[[str | None, str], None],
     ) -> None:
-        """Start the workers.
+        """Start the workers; `failed` gets the name of each that does not start, and the reason.
 
-        ``failed`` is called with the name of each worker that does not start, and why; without it
-        the error is raised. A worker that ends later is said.
+        Without a name, none of them starts.
         """
-        self.nannies = [
-            make_nanny(
-                self.spec,
-                placement,
-                scheduler=scheduler,
-                security=security,
-                scratch=self.scratch,
-                tells=self._tells,
-            )
-            for placement in placements
-        ]
-        for nanny in self.nannies[:1]:
-            nanny.parts = self.parts
 
         async def start(nanny: BoundNanny) -> None:
             try:
                 await nanny
             except Exception as error:
-                if failed is None:
-                    raise
                 failed(str(nanny.name), root_cause(error))
-            else:
-                if failed is not None:
-                    self._watchers.append(asyncio.create_task(self._tell_end(nanny)))
 
-        await asyncio.gather(*map(start, self.nannies))
-
-    async def _tell_end(self, nanny: BoundNanny) -> None:
-        await nanny.finished()  # type: ignore[no-untyped-call]
-        if not self._ending:
-            await asyncio.sleep(1)  # the end of the whole run says it too, a moment later
-            if not self._ending:
-                say(f"worker {nanny.name} on {self.host} has ended")
+        try:
+            for one in placements:
+                parts = {} if self.nannies else self.parts
+                self.nannies.append(
+                    make_nanny(self.spec, one, parts, scheduler, security, self.scratch)
+                )
+        except Exception as error:
+            failed(None, root_cause(error))
+        else:
+            await asyncio.gather(*map(start, self.nannies))
 
     async def close_workers(self, seconds: float = CLOSE_DEADLINE_S) -> None:
         """Close the workers, by force after some seconds."""
-        self._ending = True
         set_log_level("CRITICAL")
         with contextlib.suppress(Exception):
             async with asyncio.timeout(seconds + 0.5):
@@ -164,11 +187,69 @@ class HostAgent:
                     *(nanny.close(timeout=seconds, reason=RUN_IS_OVER) for nanny in self.nannies),
                     return_exceptions=True,
                 )
-        profilers = [profiler for nanny in self.nannies for profiler in nanny.profilers]
-        if any(await asyncio.gather(*(profiler.end() for profiler in profilers))):
-            say(f"profiles: one file for each worker in {profiling.folder_of(self.spec)}")
 
-    def leave(self, code: int) -> NoReturn:
-        """End this process now, whatever its threads wait for; the rank's own process follows."""
-        private.remove(self.scratch, self.owner)
-        leave(code)
+
+def check_preloads(spec: WorkerSpec) -> None:
+    """Find what workers and nannies are to load, before any of them starts; imports no package."""
+    for option, names in (("--preload", spec.preload), ("--preload-nanny", spec.preload_nanny)):
+        for name in names:
+            top = name.partition(".")[0]
+            if " " in name or "://" in name or (name.endswith(".py") and os.path.exists(name)):
+                break  # a program, which may make importable what comes after it
+            what = f"the file {name} is not there (looked in {os.getcwd()})"
+            if not name.endswith(".py"):
+                if top and (top in sys.modules or find_spec(top)):
+                    continue
+                what = f"there is no module {top or name} (a file's name ends in .py)"
+            raise UsageError(
+                f"{option} {name}: {what}, on {socket.gethostname()}. Name what all nodes have"
+            )
+
+
+@dataclass(frozen=True)
+class ProbeResult(Record):
+    """GPUs that this process may use, and what joins them; or the probe's error."""
+
+    gpus: tuple[Gpu, ...] = ()
+    fabric: Fabric = field(default_factory=Fabric)
+    error: str = ""
+
+
+class GpuProbe:
+    """Probe that runs while its owner goes on."""
+
+    def __init__(self) -> None:
+        self._answer, theirs = CONTEXT.Pipe(duplex=False)
+        self._process = CONTEXT.Process(target=_answer, args=(theirs,), name="gpu-probe")
+        self._process.start()
+        theirs.close()
+
+    def result(self) -> ProbeResult:
+        """Return what the probe saw. Raises DeviceError if it failed or does not answer in time."""
+        advice = "see whether nvidia-smi works on this node, and leave the node out if it does not"
+        try:
+            if not self._answer.poll(seconds := answer_deadline_s()):
+                text = f"the NVIDIA driver did not answer within {seconds:g} s"
+                raise DeviceError(f"{text}: {advice}")
+            found = ProbeResult.from_json(json.loads(self._answer.recv_bytes()))
+        except EOFError:
+            raise DeviceError(f"the process that looks for GPUs has died: {advice}") from None
+        finally:
+            self._process.kill()
+            self._process.join(0.5)  # one that hangs in the driver may die much later
+            self._answer.close()
+        if found.error:
+            raise DeviceError(found.error)
+        return found
+
+
+def _answer(pipe: Connection) -> None:
+    try:
+        gpus = visible_gpus()
+        own = {gpu.uuid for gpu in gpus}
+        found = ProbeResult(tuple(gpus), fabric.look(gpus=bool(gpus), own=own))
+    except UsageError as error:
+        found = ProbeResult(error=str(error))
+    except Exception as error:  # NVML's, of a GPU that is broken
+        found = ProbeResult(error=f"the NVIDIA driver fails: {type(error).__name__}: {error}")
+    pipe.send_bytes(json.dumps(found.to_json()).encode())

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from dask.utils import format_bytes
 from distributed import Nanny, Security
 from distributed.comm import get_address_host, unparse_host_port
 from distributed.core import Status, rpc
@@ -19,13 +20,12 @@ from hpcdask.comm.ucx_config import environment, ucx_environment
 from hpcdask.errors import ClusterError, root_cause
 from hpcdask.gpu import memory
 from hpcdask.logs import DIED, say
-from hpcdask.process import raise_descriptor_limit, signal_name
+from hpcdask.process import signal_name
 from hpcdask.spec.specs import WorkerSpec
 
 from .device_worker import LOOK, DeviceWorker
 from .observe import observe
 from .placement import WorkerPlacement
-from .profiling import Profiler
 
 #: Failed starts in a row after which a dead worker is given up, and seconds after the first of
 #: them; twice as long after each further one.
@@ -35,40 +35,32 @@ RESTART_PAUSE_S = 1.0
 LOGS = "hpcdask_logs"
 #: Seconds that a worker's event loop, and the driver, have to answer their own node.
 ANSWER_S = 8.0
-NOT_RESTARTED = "the worker did not start again"
+#: Topic under which a nanny tells that it ends its worker for its memory.
+OVER_MEMORY = "worker-restart-memory"
 
 
 class BoundNanny(Nanny):
     """A nanny that starts again what fails to start, up to a limit.
 
     ``reason`` is why its worker closed for good, as distributed names it; None if that was not
-    said. ``parts`` are the processes of its rank beside the workers. ``profile`` is the spec if
-    py-spy is to record its workers.
+    said. ``parts`` are the processes of its rank beside the workers.
     """
 
     def __init__(
-        self,
-        scheduler: str,
-        *,
-        env: Mapping[str, str],
-        profile: WorkerSpec | None = None,
-        **kwargs: Any,
+        self, scheduler: str, *, env: Mapping[str, str], parts: Mapping[str, int], **kwargs: Any
     ) -> None:
         super().__init__(scheduler, env=dict(env), **kwargs)
         self.reason: str | None = None
-        self.parts: Mapping[str, int] = {}
-        self.profile = profile
-        self.profilers: list[Profiler] = []
+        self.parts = parts
         self.handlers |= {LOOK: self.look, LOGS: self.tell_logs}
         self._own_env = dict(env)
         self._dismissed = asyncio.Event()
         self._starting = asyncio.Lock()
         self._exit_code: int | None = None
-        self._asked_to_kill = self._given_up = False
-        raise_descriptor_limit()
+        self._asked_to_kill = self._over_memory = self._given_up = False
 
     def close_gracefully(self, reason: str = "nanny-close-gracefully") -> None:
-        """The worker closes for good, and says why."""
+        """Note why the worker closes for good."""
         self.reason = reason
         self._dismissed.set()
         super().close_gracefully(reason=reason)
@@ -76,7 +68,7 @@ class BoundNanny(Nanny):
     async def look(self) -> dict[str, Any]:
         """Return what the worker does now, and its rank's other processes, also silent ones."""
         (work, problem), worker, *parts = await asyncio.gather(
-            self._ask_worker(),
+            self._ask_worker(LOOK),
             asyncio.to_thread(observe, self.pid or 0),
             *(asyncio.to_thread(observe, pid) for pid in self.parts.values()),
         )
@@ -98,22 +90,14 @@ class BoundNanny(Nanny):
         }
 
     async def tell_logs(self, start: float) -> dict[str, Any]:
-        """Its `node`, and the `lines` that it and its worker have logged since: time, level, text.
+        """Return what nanny and worker logged; it is not `whole` if the worker does not answer."""
+        since = {"start": start, "timestamps": True}
+        told, problem = await self._ask_worker("get_logs", **since)
+        lines = [*self.get_logs(**since), *(told or ())]
+        whole = not problem or self.worker_address is None
+        return {"node": socket.gethostname(), "lines": lines, "whole": whole}
 
-        They are not `whole` if the worker does not answer.
-        """
-        found, whole = list(self.get_logs(start=start, timestamps=True)), True
-        if self.worker_address is not None:
-            access = self.security.get_connection_args("worker")
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    async with rpc(self.worker_address, connection_args=access) as worker:
-                        found += await worker.get_logs(start=start, timestamps=True)
-            except Exception:
-                whole = False
-        return {"node": socket.gethostname(), "lines": found, "whole": whole}
-
-    async def _ask_worker(self) -> tuple[dict[str, Any] | None, str]:
+    async def _ask_worker(self, operation: str, **kwargs: Any) -> tuple[Any, str]:
         """Return what the worker's event loop tells; None, and why, where it does not answer."""
         if self.worker_address is None:
             return None, "it has not registered"
@@ -121,7 +105,7 @@ class BoundNanny(Nanny):
         try:
             async with asyncio.timeout(ANSWER_S):
                 async with rpc(self.worker_address, connection_args=access) as worker:
-                    return await getattr(worker, LOOK)(), ""
+                    return await getattr(worker, operation)(**kwargs), ""
         except TimeoutError:
             return None, f"no answer within {ANSWER_S:g} s"
         except Exception as error:
@@ -129,10 +113,7 @@ class BoundNanny(Nanny):
 
     async def wait_closed(self) -> str | None:
         """Wait until the worker closes for good; return `reason`."""
-        ends = [
-            asyncio.ensure_future(self.finished()),
-            asyncio.ensure_future(self._dismissed.wait()),
-        ]
+        ends = [asyncio.ensure_future(end) for end in (self.finished(), self._dismissed.wait())]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -143,25 +124,20 @@ class BoundNanny(Nanny):
     async def instantiate(self) -> Status:
         """Start the worker; after its death again, at growing intervals if that fails."""
         async with self._starting:
+            if self._given_up:  # distributed asks once for each end of a process
+                return Status.failed
             if self.status == Status.running:
                 return await self._start_again()
             self._exit_code = None  # its first start, or it is closing
-            try:
-                status = await super().instantiate()
-            except Exception:
-                self._give_up_process()
-                raise
+            status = await super().instantiate()
             if status != Status.running and (how := self._end_of_process()):
                 raise ClusterError(f"its process {how} while it started")
-            self._record()
             return status
 
-    def _record(self) -> None:
-        if self.profile is not None and self.pid is not None:
-            self.profilers.append(Profiler(self.profile, str(self.name), self.pid))
-
-    def _is_over(self) -> bool:
-        return self.status != Status.running or self._given_up
+    def log_event(self, topic: str | list[str], msg: Any) -> None:
+        """Note that the worker is ended for its memory, too."""
+        self._over_memory = self._over_memory or topic == OVER_MEMORY
+        super().log_event(topic, msg)
 
     async def kill(self, *args: Any, **kwargs: Any) -> None:
         """End the worker's process, as somebody wants, such as `Client.restart`."""
@@ -175,24 +151,21 @@ class BoundNanny(Nanny):
             self.log_event(DIED, line)
         self._asked_to_kill = False
         for attempt in range(1, RESTART_ATTEMPTS + 1):
-            if self._is_over() or self.process is None:
+            if self.status != Status.running or self.process is None:
                 return Status.failed
-            status: Status = self.process.status
-            if status == Status.running:  # by another call
-                return status
+            if self.process.status == Status.running:  # by another call
+                return Status.running
             self.process.worker_kwargs["restarted"] = True
-            self._exit_code = None
+            self._exit_code, self._over_memory = None, False
             try:
                 async with asyncio.timeout(self.death_timeout or None):
                     if await self.process.start() == Status.running:
-                        self._record()
                         return Status.running
                 why = f"its process {self._end_of_process() or 'did not register'}"
             except TimeoutError:  # what has hung so long is ended with the nanny
                 why, attempt = f"it took more than {self.death_timeout:g} s", RESTART_ATTEMPTS
             except Exception as error:
                 why = root_cause(error)
-                self._give_up_process()
             pause = RESTART_PAUSE_S * 2 ** (attempt - 1)
             then = f"next attempt in {pause:g} s" if attempt < RESTART_ATTEMPTS else "given up"
             say(f"warning: worker {self.name} does not start again: {why}; {then}")
@@ -201,19 +174,17 @@ class BoundNanny(Nanny):
             await asyncio.sleep(pause)
         self._given_up = True
         # not in this task, which belongs to what is closed
-        self.loop.add_callback(self.close, reason=NOT_RESTARTED)
+        self.loop.add_callback(self.close, reason="the worker did not start again")
         return Status.failed
-
-    def _give_up_process(self) -> None:
-        """Close the nanny where no process was started: it would wait for its end."""
-        if self.process is not None and self.process.status == Status.starting:
-            self.process.status = Status.stopped
 
     def _end_of_process(self) -> str:
         """Return how the worker's process ended, in words; empty if that was not seen."""
         code = self._exit_code
         if code is None:
             return ""
+        if self._over_memory:
+            limit = format_bytes(self.memory_manager.memory_limit or 0)
+            return f"used more than its {limit} of memory (memory=; in a run --memory-limit)"
         return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def _on_worker_exit_sync(self, exitcode: int) -> None:
@@ -224,18 +195,11 @@ class BoundNanny(Nanny):
 def make_nanny(
     spec: WorkerSpec,
     placement: WorkerPlacement,
-    *,
+    parts: Mapping[str, int],
     scheduler: str,
     security: Security,
     scratch: str,
-    tells: bool = False,
 ) -> BoundNanny:
-    """The nanny of one worker; await it to start both.
-
-    An empty Security is plain tcp. The rank removes the scratch folder. ``tells``: the worker
-    itself writes that it is warm.
-    """
-    tcp = "tls" if security.require_encryption else "tcp"
     host = None
     if placement.interface is None:
         # nanny and worker listen on the network of the scheduler only; by itself a worker would
@@ -244,28 +208,27 @@ def make_nanny(
     exchange = placement.protocol
     if exchange == "ucx" and spec.protocol == "auto":
         exchange = "auto"  # what was not asked for by name may fail to start
-    optional = {
-        "host": host,
-        "lifetime": spec.lifetime and f"{spec.lifetime} s",
-        "lifetime_stagger": spec.lifetime_stagger and f"{spec.lifetime_stagger} s",
-        "lifetime_restart": spec.lifetime_restart or None,
-        "preload": list(spec.preload) or None,
-        "preload_nanny": list(spec.preload_nanny) or None,
-        "data": memory.store(placement.device_memory, placement.memory_limit),
-    }
     return BoundNanny(
         scheduler,
+        parts=parts,
         name=placement.name,
         nthreads=placement.nthreads,
         memory_limit=placement.memory_limit,
         local_directory=scratch,
         resources=spec.all_resources(on_gpu=placement.gpu is not None),
         security=security,
+        host=host,
         interface=placement.interface,
         death_timeout=spec.death_timeout,
-        protocol=tcp,
+        protocol="tls" if security.require_encryption else "tcp",
         worker_class=DeviceWorker,
         dashboard=False,
+        lifetime=spec.lifetime and f"{spec.lifetime} s",
+        lifetime_stagger=spec.lifetime_stagger and f"{spec.lifetime_stagger} s",
+        lifetime_restart=spec.lifetime_restart or None,
+        preload=list(spec.preload) or None,
+        preload_nanny=list(spec.preload_nanny) or None,
+        data=memory.store(placement.device_memory, placement.memory_limit),
         # none where it computes on the CPU: the job may have GPUs all the same
         env={
             "CUDA_VISIBLE_DEVICES": placement.gpu.uuid if placement.gpu else "",
@@ -274,11 +237,8 @@ def make_nanny(
         },
         exchange=exchange,
         reach=placement.reach,
-        tells=tells,
         bind_cores=placement.cores,
         bind_gpu=placement.gpu and placement.gpu.uuid,
         device_memory=placement.device_memory,
         port_range=spec.port_range,
-        profile=spec if spec.profile != "none" else None,
-        **{name: value for name, value in optional.items() if value is not None},
     )

@@ -1,9 +1,4 @@
-"""Observation of a process from another one: also where it is stuck, in Python or in C.
-
-py-spy reads its stacks where it is installed and may attach. Otherwise the process writes them
-itself, into a file in its memory, when it gets `STACKS_SIGNAL`: a handler in C that needs neither
-Python's lock nor its event loop.
-"""
+"""Observation of a process, also a stuck one, by py-spy or by what it writes at a signal."""
 
 from __future__ import annotations
 
@@ -19,9 +14,10 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from hpcdask.process import STACKS_SIGNAL, process_start, process_status, stacks_file
+from hpcdask.spec.records import Record
 
 #: Seconds over which it is seen how busy a process is, and that its stacks may take.
 SAMPLE_S, SPY_DEADLINE_S, WRITE_DEADLINE_S = 0.5, 10.0, 3.0
@@ -35,7 +31,7 @@ STOPPED = "Tt"
 
 
 @dataclass(frozen=True)
-class Frame:
+class Frame(Record):
     """Line of a stack; `text` is the source, where it can be read."""
 
     function: str
@@ -48,12 +44,8 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class ThreadView:
-    """A thread of Python, innermost frame first.
-
-    `ident` is Python's. `owns_gil` and `in_lock`, whether it waits for a lock, are None where that
-    cannot be seen.
-    """
+class ThreadView(Record):
+    """Thread of Python, innermost frame first; None where the lock and the GIL are not seen."""
 
     ident: int
     frames: list[Frame]
@@ -62,12 +54,11 @@ class ThreadView:
 
 
 @dataclass(frozen=True)
-class ProcessView:
+class ProcessView(Record):
     """A process: its state as the kernel calls it, empty if it is gone; how many cores it uses.
 
-    `busy` is the share of looks at which one of its threads ran, or waited for a core to run on:
-    on a full node one that computes may get little of a core. `problem` tells why it has no
-    threads.
+    `busy` is the share of looks at which one of its threads ran or waited for a core: a full node
+    gives little of one. `problem` tells why it has no threads.
     """
 
     pid: int
@@ -76,15 +67,6 @@ class ProcessView:
     busy: float = 0.0
     threads: list[ThreadView] = field(default_factory=list)
     problem: str = ""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `dataclasses.asdict` and JSON made of it."""
-        threads = [
-            ThreadView(**{**one, "frames": [Frame(**frame) for frame in one["frames"]]})
-            for one in data["threads"]
-        ]
-        return cls(**{**data, "threads": threads})
 
 
 def observe(pid: int) -> ProcessView:
@@ -126,33 +108,21 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def find_spy() -> str | None:
-    """Where py-spy is: on PATH, or beside this Python."""
-    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
-    return shutil.which("py-spy") or (beside if os.access(beside, os.X_OK) else None)
+    """Return the path of py-spy, on PATH or beside this Python, or None."""
+    beside = os.path.dirname(sys.executable)
+    return shutil.which("py-spy", path=f"{os.environ.get('PATH', os.defpath)}:{beside}")
 
 
 def _spy(pid: int, state: str) -> tuple[list[ThreadView], str]:
-    """Stacks by py-spy; none, and why, where it cannot."""
+    """Return stacks by py-spy; none, and why, where it cannot."""
     program = find_spy()
     if program is None:
         return [], "py-spy is not installed"
-    # what is stopped cannot be stopped once more
-    command = [
-        program,
-        "dump",
-        "--json",
-        "--pid",
-        str(pid),
-        *["--nonblocking"] * (state in STOPPED),
-    ]
+    flags = ["--nonblocking"] * (state in STOPPED)  # it cannot be stopped once more
+    pipes: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=SPY_DEADLINE_S,
-            stdin=subprocess.DEVNULL,
-        )
+        command = [program, "dump", "--json", "--pid", str(pid), *flags]
+        done = subprocess.run(command, timeout=SPY_DEADLINE_S, **pipes)
         found = json.loads(done.stdout) if done.returncode == 0 else None
     except subprocess.TimeoutExpired:
         return [], f"py-spy has not answered for {SPY_DEADLINE_S:g} s"
@@ -164,10 +134,7 @@ def _spy(pid: int, state: str) -> tuple[list[ThreadView], str]:
 
 
 def _of_spy(pid: int, told: Mapping[str, Any]) -> ThreadView:
-    frames = [
-        _frame(one["name"].rpartition(".")[2], one["filename"], one["line"])
-        for one in told["frames"]
-    ]
+    frames = [_frame(one["name"], one["filename"], one["line"]) for one in told["frames"]]
     in_lock = _is_in_lock(pid, told["os_thread_id"])
     return ThreadView(told["thread_id"], frames, bool(told["owns_gil"]), in_lock)
 
@@ -181,18 +148,17 @@ def _is_in_lock(pid: int, thread: int | None) -> bool | None:
 
 
 def _frame(function: str, file: str, line: int) -> Frame:
-    """A line of a stack, with the last three parts of its path."""
     text = linecache.getline(file, line).strip()[:120] if os.path.isabs(file) else ""
-    return Frame(function, "/".join(file.split("/")[-3:]), line, text)
+    return Frame(function.rpartition(".")[2], "/".join(file.split("/")[-3:]), line, text)
 
 
 # By faulthandler
 
 
 def _have_written(pid: int, state: str) -> tuple[list[ThreadView], str]:
-    """Stacks as the process itself writes them; none, and why, where it does not."""
+    """Return stacks as the process itself writes them; none, and why, where it does not."""
     path = stacks_file(pid)
-    if path is None or not _catches(pid):
+    if path is None:
         return [], "it does not write its stacks itself"
     if state in STOPPED:
         return [], "a stopped process cannot write its stacks"
@@ -209,18 +175,8 @@ def _have_written(pid: int, state: str) -> tuple[list[ThreadView], str]:
     return threads, "" if threads else f"it has not written them within {WRITE_DEADLINE_S:g} s"
 
 
-def _catches(pid: int) -> bool:
-    """Return whether it has a handler for the signal, which would else end it."""
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            masks = re.search(r"^SigCgt:\s*(\w+)", file.read(), re.M)
-    except OSError:
-        return False
-    return bool(masks and int(masks[1], 16) >> (STACKS_SIGNAL - 1) & 1)
-
-
 def read_written(text: str) -> list[ThreadView]:
-    """The threads in what faulthandler has written."""
+    """Return the threads in what faulthandler has written."""
     threads: list[ThreadView] = []
     for line in text.splitlines():
         if head := re.match(r"(?:Current thread|Thread) 0x(\w+)", line):

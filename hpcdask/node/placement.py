@@ -2,103 +2,76 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpcdask.comm.transport import Choice, NodeLinks, Reach
-from hpcdask.gpu import memory_plan
+from hpcdask.comm.transport import Choice, Reach
+from hpcdask.gpu import memory as gpu_memory
 from hpcdask.gpu.devices import Gpu
-from hpcdask.gpu.memory_plan import ON_HOST, MemoryPlan
+from hpcdask.gpu.memory import ON_HOST, MemoryPlan
 from hpcdask.spec.records import Record
 from hpcdask.spec.specs import WorkerSpec
 
 
-def split_node(
+def place_workers(
     spec: WorkerSpec,
-    given: Sequence[Gpu | None],
-    names: Sequence[str],
+    given: Mapping[str, Gpu | None],
     sharers: Sequence[Inventory],
-    count: int,
-    on_gpus: int = 0,
+    devices: Sequence[Gpu | None],
+    choice: Choice,
+    interface: str | None,
+    *,
+    beside_gpus: bool = False,
 ) -> list[WorkerPlacement]:
-    """Workers of one node, each with its device (``given``) and name.
+    """Return the workers that have the `given` devices, by name, of all `devices` of their node.
 
-    The ranks that share the node, and its ``count`` workers together, have cores and memory. Those
-    on the CPU share the threads that the others, ``on_gpus``, leave.
+    Those on the CPU share the threads that the others leave; `beside_gpus` they exchange over tcp.
     """
-    cores = owned_cores(sharers)
+    cores, on_gpus = owned_cores(sharers), Counter(gpu.uuid for gpu in devices if gpu)
     cpus = min([len(cores), *(one.quota for one in sharers if one.quota)])
-    memory = min(one.memory for one in sharers)
-    share = max(1, (cpus - on_gpus * (spec.nthreads or 1)) // max(1, count - on_gpus))
+    left = cpus - on_gpus.total() * (spec.nthreads or 1)
+    share = max(1, left // max(1, len(devices) - on_gpus.total()))
+    memory = min(one.memory for one in sharers) // len(devices)
     return [
         WorkerPlacement(
             name=name,
             gpu=gpu,
             cores=tuple(worker_cores(cores, gpu)),
             nthreads=spec.nthreads or (1 if gpu else share),
-            memory_limit=memory // count if spec.memory_limit is None else spec.memory_limit,
+            memory_limit=memory if spec.memory_limit is None else spec.memory_limit,
+            protocol=choice.protocol if gpu or not beside_gpus else "tcp",
+            reach=choice.reach,
+            interface=interface,
+            device_memory=gpu_memory.plan(
+                spec, gpu, protocol=choice.protocol, shared=on_gpus[gpu.uuid] if gpu else 1
+            ),
         )
-        for name, gpu in zip(names, given, strict=True)
+        for name, gpu in given.items()
     ]
 
 
-def with_transport(
-    spec: WorkerSpec,
-    placements: Mapping[int, Sequence[WorkerPlacement]],
-    links: Mapping[int, NodeLinks],
-    choice: Choice,
-    interfaces: Mapping[str, str],
-) -> dict[int, list[WorkerPlacement]]:
-    """Complete the placements of each rank with what depends on the transport.
-
-    ``links`` are what joins them, per rank; ``interfaces`` are of hosts that have one to listen on.
-    Beside workers on GPUs, those on the CPU take tcp.
-    """
-    sharers = Counter(
-        (links[rank].host, one.gpu.uuid)
-        for rank, group in placements.items()
-        for one in group
-        if one.gpu
-    )
-
-    def complete(host: str, one: WorkerPlacement) -> WorkerPlacement:
-        shared = sharers[host, one.gpu.uuid] if one.gpu else 1
-        memory = memory_plan.plan(spec, one.gpu, protocol=choice.protocol, shared=shared)
-        protocol = choice.protocol if one.gpu or not sharers else "tcp"
-        return dataclasses.replace(
-            one,
-            protocol=protocol,
-            reach=choice.reach,
-            interface=interfaces.get(host),
-            device_memory=memory,
-        )
-
-    return {
-        rank: [complete(links[rank].host, one) for one in group]
-        for rank, group in placements.items()
-    }
+def slow_parts(spec: WorkerSpec, choice: Choice, *, on_device: bool) -> list[str]:
+    return [*choice.warnings, *filter(None, [gpu_memory.missing(spec) if on_device else None])]
 
 
 def owned_cores(inventories: Sequence[Inventory]) -> list[int]:
-    """The cores that the ranks of one node have together."""
+    """Return the cores that the ranks of one node have together."""
     return sorted({core for one in inventories for core in one.cores})
 
 
 def worker_cores(owned: Sequence[int], gpu: Gpu | None) -> list[int]:
-    """The cores a worker should run on: the job's that are near its GPU, else all the job's."""
+    """Return the job's cores that are near a worker's GPU, or else all."""
     near = sorted(set(owned) & set(gpu.cores)) if gpu else []
     return near or sorted(owned)
 
 
 @dataclass(frozen=True)
 class WorkerPlacement(Record):
-    """Where one worker runs; its GPU is None for the CPU.
+    """Place of one worker; its GPU is None for the CPU.
 
-    ``memory_limit`` is bytes of host memory, 0 for no limit; ucx reaches ``all`` workers, or those
-    of one ``node`` among each other; without an interface, it listens on the one that leads to the
-    scheduler.
+    ``memory_limit`` is bytes of host memory, 0 for no limit. Without an interface, it listens on
+    the one that leads to the scheduler.
     """
 
     name: str
@@ -114,7 +87,7 @@ class WorkerPlacement(Record):
 
 @dataclass(frozen=True)
 class Inventory(Record):
-    """What a rank, or a job on one node, may use.
+    """Devices, cores and memory that a rank, or a job on one node, may use.
 
     ``local_index`` is the rank's number on its node. The GPUs are in CUDA's order. ``memory`` is in
     bytes of the host; ``quota`` is the number of cores whose time a cgroup allows, None for all.
@@ -127,8 +100,3 @@ class Inventory(Record):
     cores: tuple[int, ...]
     memory: int
     quota: int | None = None
-
-    @property
-    def cpus(self) -> int:
-        """Return how many threads can run at a time."""
-        return min(len(self.cores), self.quota or len(self.cores))

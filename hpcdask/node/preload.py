@@ -1,7 +1,4 @@
-"""Preload of the fork server: what scheduler, agent and workers share, imported once.
-
-The fork server has one thread and no CUDA context, and imports nothing that changes that.
-"""
+"""Preload of the fork server, which has one thread and no CUDA context, and keeps it so."""
 
 from __future__ import annotations
 
@@ -16,26 +13,24 @@ from hpcdask.bootstrap.environment import SAFE_PATH
 from hpcdask.errors import UsageError
 from hpcdask.gpu.driver import has_nvidia_driver
 from hpcdask.logs import complain
-from hpcdask.process import SIGNALS, mark
+from hpcdask.process import SIGNALS, mark, raise_descriptor_limit
 from hpcdask.spec.specs import WorkerSpec
 from hpcdask.upstream.configuration import reading
 
 #: Has the words ``gpus`` where workers may be on GPUs, and ``ucx`` where they may exchange by it.
 WANTED = "HPCDASK_PRELOAD"
-#: How long a network may be silent, where the user has configured nothing: distributed's 30 s end a
-#: run of hours because of a switch that restarts.
+#: How long a network may be silent, where the user has configured nothing: after distributed's 30 s
+#: a switch that restarts ends a run of hours.
 TIMEOUT, SILENCE = "distributed.comm.timeouts.tcp", "2 minutes"
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+#: Variables that beat OMP_NUM_THREADS in their library; distributed would set them to 1.
+OWN_THREADS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 #: Packages to preload, as far as they are installed.
-PACKAGES = ["distributed", "distributed.http", "hpcdask.runner.leader"]
+PACKAGES = ["distributed", "distributed.http", "hpcdask.runner.agent"]
 GPU_PACKAGES = ["cuda.bindings.driver"]
 
 
 def variables(spec: WorkerSpec, *, peers: bool, silent: bool = False) -> dict[str, str]:
-    """Return the variables of a fork server for these workers, which may have peers elsewhere.
-
-    ``silent``: another rank says what is wrong with the configuration.
-    """
+    """Return variables that tell `preload` of the workers; ``silent`` ranks do not complain."""
     gpus = spec.device != "cpu" and has_nvidia_driver()
     ucx = spec.protocol == "ucx" or (gpus and spec.protocol == "auto" and peers)
     return {WANTED: " ".join(["gpus"] * gpus + ["ucx"] * ucx + ["silent"] * silent)}
@@ -51,6 +46,7 @@ def preload(wanted: str) -> None:
         signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     os.environ.pop(SAFE_PATH, None)
+    raise_descriptor_limit()
     try:
         with reading():
             import dask.config
@@ -59,8 +55,11 @@ def preload(wanted: str) -> None:
             complain(error)
         os._exit(error.exit_code)
     configured = dask.config.get("distributed.nanny.pre-spawn-environ", None) or {}
-    for name, value in {**ONE_THREAD, **configured}.items():  # packages may load NumPy
+    for name, value in configured.items():
         os.environ.setdefault(name, str(value))
+    threads = os.environ.setdefault("OMP_NUM_THREADS", "1")  # packages may load NumPy
+    for name in OWN_THREADS:
+        os.environ.setdefault(name, threads)
     gc.disable()
     if "ucx" in wanted:
         from hpcdask.comm import ucx_config

@@ -6,7 +6,6 @@ import contextlib
 import glob
 import os
 import re
-import secrets
 import socket
 import tempfile
 from collections.abc import Callable
@@ -23,7 +22,7 @@ KEY = "temporary-directory"
 
 
 def base_folder(local_directory: str | None = None) -> str:
-    """Where scratch folders of this node are made. Raises UsageError for an unset variable."""
+    """Return the folder of this node's scratch folders; raise UsageError for unset variables."""
     base = local_directory or dask.config.get(KEY) or tempfile.gettempdir()
     # variables of this node, not of who submits; the program may go to another folder
     base = os.path.abspath(os.path.expanduser(os.path.expandvars(base)))
@@ -36,7 +35,7 @@ def base_folder(local_directory: str | None = None) -> str:
 
 
 def configured_source() -> str:
-    """Where the usual folder is configured; empty where it is not."""
+    """Return where the usual folder is configured; empty where it is not."""
     return f"{KEY} of {source_of(KEY)}" if dask.config.get(KEY) else ""
 
 
@@ -47,23 +46,13 @@ def _source(local_directory: str | None) -> str:
 def scratch_folder(
     local_directory: str | None, announce: Callable[[str], None], owner: str | None = None
 ) -> str:
-    """Make a private folder on the node, 0700, by default where Dask's configuration has it.
-
-    ``announce`` is called with the path before there is anything, so that nothing is left whatever
-    happens. ``owner`` names the process with which the folder goes, by default this one.
-    """
+    """Make a private folder that goes with its ``owner``; ``announce`` its path before."""
     base = base_folder(local_directory)
     try:
         private.make_folders(base)
         private.refuse_open(base)
         remove_stale(base)
-        folder = os.path.join(base, f"hpcdask-{os.getuid()}-{secrets.token_hex(8)}")
-        announce(folder)
-        os.mkdir(folder, 0o700)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with open(os.open(os.path.join(folder, private.OWNER), flags, 0o600), "w") as file:
-            file.write(owner or owner_text())
-        return folder
+        return private.make_owned_folder(base, owner or owner_text(), announce)
     except OSError as error:
         source, how = _source(local_directory), "the usual one is TMPDIR"
         if source.startswith(KEY):

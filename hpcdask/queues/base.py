@@ -8,8 +8,8 @@ import shlex
 import shutil
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from hpcdask.errors import QueueError, Refused, UsageError
 from .commands import NOTHING, Commands
 from .helpers import AGAIN, parse_clock, words
 from .job_state import WAITING, QueueStatus
-from .script import first_number, option_values, quoted_header, render
+from .script import first_number, header_lines, one_line, option_values, render
 
 #: Advice where the commands of a queueing system are missing.
 WHERE_TO_RUN = (
@@ -31,15 +31,14 @@ WHERE_TO_RUN = (
 class Request:
     """Request of one job, beside what dask-jobqueue's header asks for already.
 
-    `name` is as the user gave it. By `tag`, ``hpcdask:CLUSTER``, `hpcdask jobs` and
-    `hpcdask cleanup` know the job. `folder` is the existing 0700 folder of the cluster's logs,
+    `name` is as the user gave it. By `tag`, ``hpcdask:CLUSTER``, `hpcdask list --jobs` and
+    `hpcdask down` know the job. `folder` is the existing 0700 folder of the cluster's logs,
     absolute. The queue's own output of a job goes to a file there whose name is ``queue-``, the
     job's id, ``.log``, as far as the queue can make that name.
 
     `gpus` counts those on all nodes of the job together, and may be 0; `gpu_type` is in the site's
-    words. `cores` and `memory`, in bytes of host memory, are the whole job's. A job that is `alone`
-    is none of a cluster's, which would replace it: it may run again. One that is `warned` gets a
-    signal before SIGKILL, also where the queue sends none by itself.
+    words. A job that is `alone` is none of a cluster's, which would replace it: it may run again.
+    One that is `warned` gets a signal before SIGKILL, also where the queue sends none by itself.
     """
 
     name: str
@@ -48,8 +47,6 @@ class Request:
     gpus: int = 1
     gpu_type: str | None = None
     nodes: int = 1
-    cores: int = 1
-    memory: int = 0
     alone: bool = False
     warned: bool = False
 
@@ -74,12 +71,12 @@ class Allocation:
 
     @property
     def ranks(self) -> int:
-        """Ranks per node."""
+        """Return the ranks per node."""
         return max(1, self.gpus_per_node)
 
     @property
     def cores(self) -> int:
-        """Cores per node; one per rank if the user leaves that to the site."""
+        """Return the cores per node; one per rank if the user leaves that to the site."""
         return self.ranks * (self.cpus_per_gpu or 1)
 
 
@@ -89,21 +86,17 @@ class Queue(Commands, ABC):
     What is not said by a class attribute is said by a method that the system's class overrides.
     """
 
-    #: Class that writes the header, of dask-jobqueue: its module, which is also the name of its
-    #: section of the configuration, and its name; with a module before it for a class elsewhere.
+    #: Section of the configuration, and the class that writes the header: dask-jobqueue's in the
+    #: module of the section's name, or any class with its module before it.
     jobqueue: ClassVar[tuple[str, str]]
-    #: Types and texts of the cluster class's keywords that other systems have not, or otherwise.
-    keywords: ClassVar[tuple[tuple[str, Any, str], ...]] = ()
-    #: What the documentation of the cluster class begins with, if it says more than the title.
-    summary: ClassVar[str] = ""
+    #: Keywords of the cluster class that no other system has, where the class is made from this.
+    keywords: ClassVar[tuple[str, ...]] = ()
     #: Keywords that all jobs of a cluster share, though they are those of a job.
     of_all_jobs: ClassVar[tuple[str, ...]] = ()
     #: Whether jobs are processes of this machine.
     is_local: ClassVar[bool] = False
     #: Commands that must be on PATH; the first one submits.
     programs: ClassVar[tuple[str, ...]]
-    #: Prints the names of its queues, one on each line; empty where no command does.
-    list_queues: ClassVar[tuple[str, ...]] = ()
     #: How to list what may be asked for, per kind of refusal.
     advice: ClassVar[str] = ""
     #: Words of refusals that time or fewer jobs cure.
@@ -121,6 +114,11 @@ class Queue(Commands, ABC):
     prefix: ClassVar[str] = "#PBS"
     name_option: ClassVar[str] = "-N"
     quoted_options: ClassVar[str] = ""
+    #: Option of dask-jobqueue's line with the memory; directives of the user that take its place,
+    #: and whether a job learns from the queue how much it got.
+    memory_option: ClassVar[str] = ""
+    memory_pattern: ClassVar[re.Pattern[str]] = NOTHING
+    tells_memory: ClassVar[bool] = False
     #: How one asks for a GPU; options of directives that may do so, and their values.
     gpu_example: ClassVar[str] = ""
     gpu_options: ClassVar[tuple[str, ...]] = ("-l",)
@@ -152,17 +150,41 @@ class Queue(Commands, ABC):
 
         `job` is an instance of dask-jobqueue's Job class: its ``job_header``, ``shebang`` and
         ``_job_script_prologue`` are used. The lines of `preamble` go before that prologue, which is
-        the user's; `command` starts the worker. Raises UsageError for what cannot be expressed.
+        the user's; `command` starts the worker. ``job_directives_skip`` holds for the request of
+        GPUs too, but not for the tag and the log. Raises UsageError for what cannot be expressed.
         """
         self.refuse_nodes(request)
         name = self.job_name(request)
-        named = (self.prefix, self.name_option, self.name_directive(name))
-        header = quoted_header(job, *named, self.quote, self.quoted_options)
+        header = self.header(job, name)
         lines = self.with_gpus(header, request)
+        old, new = "\n".join(header), "\n".join(line for line in lines if line not in header)
+        if any(skip in new and skip not in old for skip in job.job_directives_skip):
+            lines = self.with_gpus(header, replace(request, gpus=0))
         if not name.startswith(request.name):
             lines = [*lines, f"# {self.title} does not take the job name {request.name!r}"]
         lines = self.with_directives(lines, job, request)
         return render(job, lines, [*self.guard(request), *preamble], command)
+
+    def header(self, job: Any, name: str) -> list[str]:
+        """Return dask-jobqueue's header with its values quoted and this name for the job.
+
+        ``job_extra_directives`` stay as the user wrote them; their memory replaces the header's.
+        """
+        own = {f"{self.prefix} {directive}" for directive in job.job_extra_directives}
+        memory = any(map(self.memory_pattern.search, own))
+        lines = []
+        for line in header_lines(job):
+            found = re.fullmatch(rf"{re.escape(self.prefix)} (--?[\w-]+)([ =])(.*)", line)
+            if found and line not in own:
+                if found[1] == self.memory_option and memory:
+                    continue
+                if found[1] == self.name_option:
+                    line = f"{self.prefix} {self.name_directive(name)}"
+                elif found[1] in self.quoted_options.split():
+                    value = one_line(found[3], f"{self.prefix} {found[1]}")
+                    line = f"{self.prefix} {found[1]}{found[2]}{self.quote(value)}"
+            lines.append(line)
+        return lines
 
     def refuse_nodes(self, request: Request) -> None:
         """Raise UsageError for jobs of several nodes: nothing would start workers on the others."""
@@ -217,6 +239,11 @@ class Queue(Commands, ABC):
         The directive has no prefix. ``--cpus-per-gpu=8`` and ``-p gpus`` request none.
         """
         return first_number(cls.gpu_pattern, option_values(directive, *cls.gpu_options))
+
+    @classmethod
+    def requests_memory(cls, directives: Iterable[str]) -> bool:
+        """Return whether a user's directives request the memory that a job then learns of."""
+        return cls.tells_memory and any(map(cls.memory_pattern.search, directives))
 
     @classmethod
     def parse_walltime(cls, text: str) -> timedelta:
@@ -277,7 +304,8 @@ class Queue(Commands, ABC):
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         """Ask for jobs with one command; those that the queue does not show are missing.
 
-        Raises QueueError when it does not answer.
+        It changes nothing: whoever looks at the queue calls it. Raises QueueError when it does not
+        answer.
         """
 
     async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:

@@ -8,8 +8,7 @@ import os
 import re
 import signal
 import subprocess
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hpcdask.errors import NoAnswer, NotHere, QueueError
@@ -43,7 +42,7 @@ class Commands:
         return done.stdout
 
     def failed(self, done: subprocess.CompletedProcess[str]) -> QueueError:
-        """The error of a command that failed."""
+        """Return the error of a command that failed."""
         kind = NotHere if self.denied.search(done.stderr + done.stdout) else QueueError
         return kind(f"{done.args[0]} failed: {words(done)}. See whether it works in a terminal")
 
@@ -52,21 +51,14 @@ class Commands:
     ) -> subprocess.CompletedProcess[str]:
         """Run one command in a thread; it may not take longer than `timeout_s`.
 
-        Who no longer waits for it has it killed: an event loop that ends waits for its threads.
+        Kill the command if the call is cancelled: a closing event loop would wait for its thread.
         Files that the queue creates for the job are private: the umask is 077. Raises NoAnswer if
         the command hangs, and QueueError if it cannot be started.
         """
-        given_up, started = threading.Event(), list[subprocess.Popen[str]]()
-
-        def tell(process: subprocess.Popen[str]) -> None:
-            started.append(process)
-            if given_up.is_set():
-                _kill(process)
-
+        started: list[subprocess.Popen[str]] = []
         try:
-            return await asyncio.to_thread(self._run, command, input, env, tell)
+            return await asyncio.to_thread(self._run, command, input, env, started)
         except asyncio.CancelledError:
-            given_up.set()
             for process in started:
                 _kill(process)
             raise
@@ -76,7 +68,7 @@ class Commands:
         command: Sequence[str],
         input: str | None,
         env: Mapping[str, str] | None,
-        started: Callable[[subprocess.Popen[str]], None] = lambda process: None,
+        started: list[subprocess.Popen[str]],
     ) -> subprocess.CompletedProcess[str]:
         passed = {k: v for k, v in os.environ.items() if not k.startswith(self.ignored_variables)}
         try:
@@ -93,35 +85,26 @@ class Commands:
             )
         except OSError as error:
             raise NotHere(f"{command[0]} cannot be started: {error.strerror}") from None
-        started(process)
-        try:
-            out, err = process.communicate(input, timeout=self.timeout_s)
-        except subprocess.TimeoutExpired:
-            _kill(process)
-            said = _last_words(process)
-            raise NoAnswer(
-                f"{command[0]} did not answer within {self.timeout_s:g} s"
-                f"{f' (it said: {said})' if said else ''}: {self.title} is "
-                f"overloaded or down. See whether it answers in a terminal"
-            ) from None
+        started.append(process)
+        with process:  # a child in a session of its own may hold its pipes
+            try:
+                out, err = process.communicate(input, timeout=self.timeout_s)
+            except subprocess.TimeoutExpired as error:
+                _kill(process)
+                parts = [
+                    part.decode(errors="replace") for part in (error.stdout, error.stderr) if part
+                ]
+                said = " ".join(" ".join(parts).split())[:500]
+                raise NoAnswer(
+                    f"{command[0]} did not answer within {self.timeout_s:g} s"
+                    f"{f' (it said: {said})' if said else ''}: {self.title} is "
+                    f"overloaded or down. See whether it answers in a terminal"
+                ) from None
         return subprocess.CompletedProcess(list(command), process.returncode, out, err)
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """With a wrapper's children, which hold the pipes too."""
+    """Kill a command with its children, which hold the pipes too."""
     if process.returncode is None:  # else its id may be another one's
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _last_words(process: subprocess.Popen[str]) -> str:
-    """Return what a killed process had said, in one line."""
-    try:
-        out, err = process.communicate(timeout=1)
-    except subprocess.TimeoutExpired:  # a child in a session of its own still holds the pipes
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
-        process.wait()  # it was killed
-        return ""
-    return " ".join(f"{out} {err}".split())[:500]

@@ -64,8 +64,8 @@ def how_to_request(job: str | None) -> str:
     _, way = title_and_request()
     if given := granted(os.environ):
         return (
-            f"This job ({job.partition('.r')[0]}) has GPUs ({given}): pass them into the container "
-            f"(apptainer exec --nv, or docker run --gpus all). Outside of one, see nvidia-smi "
-            f"there, CUDA_VISIBLE_DEVICES, and whether the step has them: {way}. "
+            f"This job ({job.partition('.r')[0]}) has GPUs ({given}): see nvidia-smi there, "
+            f"CUDA_VISIBLE_DEVICES, and whether the step has them: {way}. In a container, pass "
+            f"them in: apptainer exec --nv, or docker run --gpus all. "
         )
     return f"This job ({job.partition('.r')[0]}) got none: request them, for example {way}. "

@@ -48,7 +48,7 @@ def walltime_text(value: Any) -> str:
     return str(value)
 
 
-def parse_clock(text: str, units: str, forms: str) -> timedelta:
+def parse_clock(text: str, units: str, forms: str, shown: str = "") -> timedelta:
     """Read numbers between colons, such as ``2:00:00``.
 
     `units` has the last number's first, such as ``smhd``. Raises UsageError, with `forms`, if the
@@ -60,7 +60,7 @@ def parse_clock(text: str, units: str, forms: str) -> timedelta:
         if len(numbers) <= len(units) and any(numbers):
             pairs = zip(numbers, units, strict=False)
             return timedelta(seconds=sum(number * seconds[unit] for number, unit in pairs))
-    raise UsageError(f"walltime={text!r} is not one of {forms}")
+    raise UsageError(f"walltime={shown or text!r} is not one of {forms}")
 
 
 async def read(script: str) -> str:

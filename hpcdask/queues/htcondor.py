@@ -26,12 +26,6 @@ class HtcondorQueue(Queue):
 
     title = "HTCondor"
     jobqueue = ("htcondor", "HTCondorJob")
-    keywords = (
-        ("disk", str | int, 'Disk of each job, such as ``"1GB"``.'),
-        ("job_extra_directives", dict[str, Any], "More lines of the submit description."),
-        ("submit_command_extra", list[str], "Of dask-jobqueue; it has no effect here."),
-        ("cancel_command_extra", list[str], "Of dask-jobqueue; it has no effect here."),
-    )
     programs = ("condor_submit", "condor_q", "condor_rm", "condor_history")
     advice = "What machines have: condor_status -compact, why jobs wait: condor_q -b"
     limits = re.compile(r"MAX_JOBS_PER|[Ff]ailed to connect|[Cc]an't find address|timed out")

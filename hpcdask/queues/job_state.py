@@ -32,8 +32,6 @@ OVER = frozenset(
 )
 #: States of jobs that have no nodes yet, or nodes that still boot.
 WAITING = frozenset({QueueState.PENDING, QueueState.REQUEUED})
-#: What the reason of a job says that waits until an administrator releases it, as a start failed.
-STUCK = ("launch failed requeued held", "JobHoldMaxRequeue")
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,9 @@ class QueueStatus:
     `exit_code` is that of a job that is over, 128 + n after signal n; None if unknown. `restarts`
     counts how often the queue has started it again under the same id. `started` and `ends`, when it
     reaches its walltime, are unix times by the clock of this machine; None if unknown.
+
+    A job that is `stuck` waits for an administrator, as the queue could not start it. `copies` are
+    jobs that the queue has made in its place.
     """
 
     id: str
@@ -56,3 +57,5 @@ class QueueStatus:
     started: float | None = None
     ends: float | None = None
     nodes: str = ""
+    stuck: bool = False
+    copies: tuple[str, ...] = ()

@@ -55,12 +55,6 @@ class LsfQueue(Queue):
 
     title = "LSF"
     jobqueue = ("lsf", "LSFJob")
-    keywords = (
-        ("ncpus", int, "Cores that a job asks for. Default: ``cores``."),
-        ("mem", int, "Memory that a job asks for, in bytes. Default: ``memory``."),
-        ("lsf_units", str, "Unit of memory in LSF's limits, such as MB. Default: as configured."),
-        ("use_stdin", bool, "Of dask-jobqueue; it has no effect here."),
-    )
     programs = ("bsub", "bjobs", "bkill")
     denied = re.compile(r"non-LSF host")
     advice = "Queues: bqueues -u $USER, their limits: bqueues -l, hosts: bhosts -gpu"
@@ -76,6 +70,8 @@ class LsfQueue(Queue):
     prefix = "#BSUB"
     name_option = "-J"
     quoted_options = "-q -P"
+    memory_option = "-M"
+    memory_pattern = re.compile(r"(^|\s)-M")
     gpu_example = "#BSUB -gpu num=1"
     gpu_pattern = re.compile(r"(?:^|:)\s*num=(\d+)", re.I)
     walltime_units = "mh"
@@ -90,12 +86,13 @@ class LsfQueue(Queue):
         plain = value.startswith('"') or re.fullmatch(r"[\w.@,+:/=-]+", value)
         return value if plain else double_quoted(value, "#BSUB")
 
+    def with_gpus(self, lines: list[str], request: Request) -> list[str]:
+        # the GPU's model, or other GPU requirements, as in gmodel=A100:j_exclusive=yes
+        kind = request.gpu_type or ""
+        kind = f":{kind}" if "=" in kind else f":gmodel={kind}" if kind else ""
+        return [*lines, *([f'#BSUB -gpu "num={request.gpus}{kind}"'] if request.gpus else [])]
+
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
-        if request.gpus:
-            # the GPU's model, or other GPU requirements, as in gmodel=A100:j_exclusive=yes
-            kind = request.gpu_type or ""
-            kind = f":{kind}" if "=" in kind else f":gmodel={kind}" if kind else ""
-            lines = [*lines, f'#BSUB -gpu "num={request.gpus}{kind}"']
         folder = one_line(request.folder, "the folder of logs")
         # What cannot be named goes nowhere
         log = "/dev/null" if UNQUOTABLE.search(folder) else f'"{folder}/queue-%J.%I.log"'

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -41,13 +42,6 @@ class OarQueue(Queue):
 
     title = "OAR"
     jobqueue = ("oar", "OARJob")
-    keywords = (
-        (
-            "memory_per_core_property_name",
-            str,
-            "OAR's property with the memory of a core, such as memcore; or not_applicable.",
-        ),
-    )
     programs = ("oarsub", "oarstat", "oardel")
     advice = "Resources and their properties: oarnodes, queues: oarstat --help"
     # Not those on the time of one job, which do not pass
@@ -149,10 +143,10 @@ class OarQueue(Queue):
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         arguments = [word for job in ids for word in ("-j", job)]
-        found = await self._stat(*arguments)
-        if copies := [copy for facts in found.values() for copy in _copies(facts)]:
-            await self.cancel(copies)
-        return {job: _seen(job, facts) for job, facts in helpers.pick(ids, found).items()}
+        found = helpers.pick(ids, await self._stat(*arguments))
+        return {
+            job: replace(_seen(job, facts), copies=_copies(facts)) for job, facts in found.items()
+        }
 
     async def _stat(self, *arguments: str) -> dict[str, dict[str, Any]]:
         done = await self.run("oarstat", "-f", "-J", *arguments)
@@ -215,11 +209,11 @@ def _seen(job: str, facts: Mapping[str, Any]) -> QueueStatus:
     )
 
 
-def _copies(facts: Mapping[str, Any]) -> list[str]:
-    """Return jobs by which OAR replaced one that it could not start; the cluster does so, too."""
+def _copies(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the jobs by which OAR replaced one that it could not start."""
     events = facts.get("events") or ()
     told = [e["description"] for e in events if e.get("type") == "RESUBMIT_JOB_AUTOMATICALLY"]
-    return [found[1] for text in told if (found := re.search(r"=> (\d+)", text))]
+    return tuple(found[1] for text in told if (found := re.search(r"=> (\d+)", text)))
 
 
 def _end(facts: Mapping[str, Any], word: str) -> helpers.End:

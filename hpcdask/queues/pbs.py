@@ -24,14 +24,11 @@ from .job_state import QueueState, QueueStatus
 from .script import clean_name, one_line
 
 TIME = "%a %b %d %H:%M:%S %Y"
-KILLED_BY_WALLTIME = -29  # JOB_EXEC_KILL_WALLTIME
-SUBSTATE_TERMINATED = "91"
 STATES = {
     "Q": (QueueState.PENDING, ""),
     "H": (QueueState.PENDING, "held"),
     "W": (QueueState.PENDING, "waits for its time"),
-    "T": (QueueState.PENDING, "moves"),
-    "M": (QueueState.PENDING, "moved"),
+    **dict.fromkeys("TM", (QueueState.PENDING, "moves")),
     **dict.fromkeys("REB", (QueueState.RUNNING, "")),
     **dict.fromkeys("SU", (QueueState.RUNNING, "suspended")),
     **dict.fromkeys("CFX", (QueueState.COMPLETED, "")),
@@ -41,8 +38,7 @@ STATES = {
 class PbsQueue(Queue):
     """PBS Professional, OpenPBS or Torque.
 
-    A job array is always rerunnable, and its elements do not learn how often they were started, so
-    a job that PBS starts again ends at once and is replaced.
+    Elements of a job array may be run again and do not learn of it, so they end then at once.
     """
 
     title = "PBS"
@@ -70,9 +66,7 @@ class PbsQueue(Queue):
     walltime_units = "smhd"
     walltime_forms = f"{Queue.walltime_forms}, DAYS:HOURS:MIN:SEC"
     node_file = "PBS_NODEFILE"
-
-    #: What ``qstat --version`` has printed.
-    version = ""
+    version = ""  # printed by ``qstat --version``
 
     # What the script says
 
@@ -88,15 +82,10 @@ class PbsQueue(Queue):
         """
         if not request.gpus:
             return lines
-        for number, line in enumerate(lines):
-            for form, add in (("select=", _add_to_select), ("nodes=", _add_to_nodes)):
-                start, found, rest = line.partition(form)
-                if found and re.fullmatch(r"#PBS -l (.*,)?", start):
-                    chunk, *others = rest.split(",", 1)
-                    changed = ",".join([f"{start}{form}{add(chunk, request)}", *others])
-                    return [*lines[:number], changed, *lines[number + 1 :]]
-        kind = "" if request.gpu_type is None else f",{_kind(request.gpu_type)}"
-        return [*lines, f"#PBS -l ngpus={request.gpus}{kind}"]
+        text, form = "\n".join(lines), r"(?m)^(#PBS -l (?:.*,)?(select|nodes)=)([^,\n]*)"
+        if re.search(form, text):
+            return re.sub(form, lambda found: _with_gpus(found, request), text, count=1).split("\n")
+        return [*lines, f"#PBS -l {','.join(_gpus('select', request))}"]
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         folder = one_line(request.folder, "the folder of logs").rstrip("/") + "/"
@@ -178,49 +167,29 @@ class PbsQueue(Queue):
 
 def _with_tag(lines: list[str], tag: str) -> list[str]:
     """Add the tag to the job's variables; of several ``-v`` the last one counts."""
-    own = [number for number, line in enumerate(lines) if line.startswith("#PBS -v ")]
-    variable = f"HPCDASK_TAG={tag}"
-    if not own:
-        return [*lines, f"#PBS -v {variable}"]
-    last = own[-1]
-    return [*lines[:last], f"{lines[last]},{variable}", *lines[last + 1 :]]
+    own = [line for line in lines if line.startswith("#PBS -v ")]
+    start = f"{own[-1]}," if own else "#PBS -v "
+    return [*(line for line in lines if line not in own), f"{start}HPCDASK_TAG={tag}"]
 
 
-# GPUs
+def _gpus(form: str, request: Request) -> list[str]:
+    """Return the request's GPUs and their type in PBS Professional's words, or in Torque's."""
+    if form == "nodes":
+        return [f"gpus={request.gpus}", *([request.gpu_type] if request.gpu_type else [])]
+    kind = request.gpu_type or ""
+    named = [kind if "=" in kind else f"gpu_type={kind}"] if kind else []
+    return [f"ngpus={request.gpus}", *named]
 
 
-def _kind(gpu_type: str) -> str:
-    return gpu_type if "=" in gpu_type else f"gpu_type={gpu_type}"
-
-
-def _add_to_select(chunk: str, request: Request) -> str:
-    parts = chunk.split(":")
-    _check_chunk(chunk)
-    if any(part.startswith("ngpus=") for part in parts):
-        return chunk
-    new = [f"ngpus={request.gpus}"]
-    if request.gpu_type is not None:
-        new.append(_kind(request.gpu_type))
-    return ":".join([*parts, *new])
-
-
-def _add_to_nodes(chunk: str, request: Request) -> str:
-    _check_chunk(chunk)
-    if re.search(r":gpus=", chunk):
-        return chunk
-    kind = "" if request.gpu_type is None else f":{request.gpu_type}"
-    return f"{chunk}:gpus={request.gpus}{kind}"
-
-
-def _check_chunk(chunk: str) -> None:
+def _with_gpus(found: re.Match[str], request: Request) -> str:
+    start, form, chunk = found.groups()
     if "+" in chunk:
         raise UsageError(
             f"resource_spec asks for different nodes ({chunk}), and hpcdask cannot tell which of "
             f"them have the GPUs. Write the GPUs into resource_spec, and leave gpus_per_job out"
         )
-
-
-# What qstat says
+    more = [] if re.search("(^|:)n?gpus=", chunk) else _gpus(form, request)
+    return start + ":".join([chunk, *more])
 
 
 def _parse_qstat(text: str) -> dict[str, dict[str, str]]:
@@ -261,10 +230,11 @@ def _end(facts: Mapping[str, str], limit: float | None) -> helpers.End:
         code -= 128
     used = _seconds(facts.get("resources_used.walltime"))
     comment = facts.get("comment", "")
-    if code == KILLED_BY_WALLTIME or (code and code > 128 and used and limit and used >= limit):
+    # JOB_EXEC_KILL_WALLTIME is -29
+    if code == -29 or (code and code > 128 and used and limit and used >= limit):
         return QueueState.TIMEOUT, comment, code
-    # Nothing but qdel ends a job by SIGTERM
-    if facts.get("substate") == SUBSTATE_TERMINATED or code == 128 + signal.SIGTERM:
+    # TERMINATED is 91, and nothing but qdel ends a job by SIGTERM
+    if facts.get("substate") == "91" or code == 128 + signal.SIGTERM:
         return QueueState.CANCELLED, comment, code
     if code is not None and code < 0:
         return QueueState.FAILED, comment or "PBS could not start it", code
@@ -274,9 +244,5 @@ def _end(facts: Mapping[str, str], limit: float | None) -> helpers.End:
 
 def _seconds(clock: str | None) -> float | None:
     """Return the seconds of ``HOURS:MINUTES:SECONDS``."""
-    if not clock or not re.fullmatch(r"\d+(:\d+)*", clock):
-        return None
-    seconds = 0
-    for number in clock.split(":"):
-        seconds = 60 * seconds + int(number)
-    return seconds
+    numbers = re.findall(r"\d+", clock or "")[::-1]
+    return sum(int(number) * 60**power for power, number in enumerate(numbers)) or None

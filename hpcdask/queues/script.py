@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hpcdask.errors import UsageError
-from hpcdask.upstream import dask_jobqueue
+from hpcdask.upstream.parts import prologue
 
 
 def render(job: Any, header: Sequence[str], preamble: Sequence[str], command: str) -> str:
@@ -17,34 +17,13 @@ def render(job: Any, header: Sequence[str], preamble: Sequence[str], command: st
     `header` is whole lines, such as ``#SBATCH --gres=gpu:1``; `preamble` goes before the user's
     prologue. `job` is as in `Queue.script`.
     """
-    lines = [*preamble, *dask_jobqueue.prologue(job), command]
+    lines = [*preamble, *prologue(job), command]
     return "\n".join([job.shebang, *header, "", *lines, ""])
 
 
 def header_lines(job: Any) -> list[str]:
     """Return the lines of dask-jobqueue's header; an empty header has none."""
     return [line for line in (job.job_header or "").split("\n") if line.strip()]
-
-
-def quoted_header(
-    job: Any, prefix: str, name_option: str, name: str, quote: Callable[[str], str], quoted: str
-) -> list[str]:
-    """Return dask-jobqueue's header with its values quoted, and the name's directive in its place.
-
-    `quote` is as the queue's reader wants it, and is used for the options in `quoted`.
-    ``job_extra_directives`` stay as the user wrote them.
-    """
-    own = {f"{prefix} {directive}" for directive in job.job_extra_directives}
-    lines = []
-    for line in header_lines(job):
-        found = re.fullmatch(rf"{re.escape(prefix)} (--?[\w-]+)([ =])(.*)", line)
-        if found and line not in own and found[1] == name_option:
-            line = f"{prefix} {name}"
-        elif found and line not in own and found[1] in quoted.split():
-            value = one_line(found[3], f"{prefix} {found[1]}")
-            line = f"{prefix} {found[1]}{found[2]}{quote(value)}"
-        lines.append(line)
-    return lines
 
 
 def clean_name(name: str, good: str, start: str = "", longest: int = 200) -> str:

@@ -22,20 +22,20 @@ from .script import clean_name, double_quoted, one_line
 UNQUOTABLE = re.compile(r"""['"\\$,:]""")
 KILLED = 100  # "assumedly after job": by a signal, which qdel and the limits send as well
 OVER_LIMIT = 37
+#: How the reason begins of a job that could not be started.
+ERROR = "error state"
 TIME = "%a %b %d %H:%M:%S %Y"
 
 
 class SgeQueue(Queue):
     """Grid Engine.
 
-    Jobs are marked as not rerunnable, since they do not learn how often they were started. Those
-    that Grid Engine holds back in error state, which only an administrator ends, are deleted.
+    Jobs are marked as not rerunnable, since they do not learn how often they were started.
     """
 
     title = "Grid Engine"
     jobqueue = ("sge", "SGEJob")
     programs = ("qsub", "qstat", "qdel", "qacct", "qconf")
-    list_queues = ("qconf", "-sql")
     denied = re.compile(r"is (not a|neither) submit")
     advice = "Queues: qconf -sql, resources: qconf -sc, projects: qconf -sprjl"
     limits = re.compile(
@@ -60,12 +60,13 @@ class SgeQueue(Queue):
         plain = value.startswith('"') or re.fullmatch(r"[\w.@,+:/=*-]+", value)
         return value if plain else double_quoted(value, "#$", escaped="")
 
+    def with_gpus(self, lines: list[str], request: Request) -> list[str]:
+        # the GPU's type as the resource gpu_type, or the site's own as in model=a100
+        kind = request.gpu_type or ""
+        kind = f",{kind}" if "=" in kind else f",gpu_type={kind}" if kind else ""
+        return [*lines, *([f"#$ -l gpu={request.gpus}{kind}"] if request.gpus else [])]
+
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
-        if request.gpus:
-            # the GPU's type as the resource gpu_type, or the site's own as in model=a100
-            kind = request.gpu_type or ""
-            kind = f",{kind}" if "=" in kind else f",gpu_type={kind}" if kind else ""
-            lines = [*lines, f"#$ -l gpu={request.gpus}{kind}"]
         folder = one_line(request.folder, "the folder of logs")
         # What cannot be named goes nowhere
         odd = UNQUOTABLE.search(folder)
@@ -114,16 +115,17 @@ class SgeQueue(Queue):
         return [number] if count == 1 else [f"{number}.{task + 1}" for task in range(count)]
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        jobs = helpers.pick(ids, {job.id: job for job in await self._list()})
-        if stuck := [job.id for job in jobs.values() if job.state is QueueState.FAILED]:
-            await self.cancel(stuck)
-        return jobs
+        return helpers.pick(ids, {job.id: job for job in await self._list()})
 
     async def _list(self) -> list[QueueStatus]:
         """Return all jobs of this user."""
         return parse_qstat(
             await self.answer("qstat", "-u", helpers.user(), "-xml", "-r", "-g", "d")
         )
+
+    @classmethod
+    def lasting(cls, reason: str) -> str | None:
+        return "End it: qdel JOB" if reason.startswith(ERROR) else super().lasting(reason)
 
     async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         found: dict[str, QueueStatus] = {}
@@ -166,8 +168,9 @@ def parse_qstat(text: str) -> list[QueueStatus]:
         ends = started + walltime if started and walltime else None
         state, reason = _state(letters, number)
         nodes = element.findtext("queue_name", "").partition("@")[2]
+        stuck = reason.startswith(ERROR)
         jobs += [
-            QueueStatus(job, state, reason, None, 0, started, ends, nodes)
+            QueueStatus(job, state, reason, None, 0, started, ends, nodes, stuck)
             for job in _elements(number, element.findtext("tasks", ""))
         ]
     return jobs
@@ -185,7 +188,7 @@ def _elements(number: str, tasks: str) -> list[str]:
 def _state(letters: str, number: str) -> tuple[QueueState, str]:
     if "q" in letters or "w" in letters:
         if "E" in letters:
-            return QueueState.FAILED, f"error state {letters}, why: qacct -j {number}"
+            return QueueState.PENDING, f"{ERROR} {letters}, why: qacct -j {number}"
         held = "held" if "h" in letters else ""
         return (QueueState.REQUEUED if "R" in letters else QueueState.PENDING), held
     if "r" in letters or "t" in letters or "d" in letters:

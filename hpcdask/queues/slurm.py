@@ -1,44 +1,115 @@
 """SLURM, through ``sbatch``, ``squeue``, ``sacct`` and ``scancel``.
 
 A line of options in a script is split into words as sbatch does it: quotes of both kinds hold
-text, and a backslash escapes, also inside of quotes (sbatch(1), and seen with 22.05).
+text, and a backslash escapes, also inside of quotes (sbatch(1), and seen with 22.05). States: "JOB
+STATE CODES" of squeue(1) and sacct(1).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import subprocess
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
-from hpcdask.errors import QueueError, Refused, UsageError
+from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
 
-from . import slurm_errors, slurm_output
 from .base import Allocation, Queue, Request
-from .commands import COMMAND_TIMEOUT_S
-from .helpers import pick, read
+from .helpers import elements, parse_clock, pick, read
 from .job_state import OVER, QueueState, QueueStatus
 from .script import double_quoted, one_line, option_values, option_words
 
 GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
 
-#: The line that names the file of SLURM's own output of a job, without its end.
-OUTPUT = "#SBATCH --output="
-ARRAY_LOG, SINGLE_LOG = "queue-%A_%a.log", "queue-%j.log"
 #: Variable by which all of SLURM's commands but sacct talk to other clusters than this one.
 CLUSTERS = "SLURM_CLUSTERS"
 #: Most expressions of job ids in one call of scancel.
 CANCELLED_AT_ONCE = 1000
-#: SLURM's MaxArraySize where the site does not set it.
-MAX_ARRAY_SIZE = 1001
-
+#: File of SLURM's own output of an array's element, and of a job that is none.
+ARRAY_LOG, SINGLE_LOG = "queue-%A_%a.log", "hpcdask-%j.log"
 WALLTIME_FORMS = (
     "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES, "
     "DAYS-HOURS:MINUTES:SECONDS or UNLIMITED"
+)
+
+# What squeue and sacct say
+
+#: After each column of squeue; the last one, a reason or a comment, may contain it.
+DELIMITER = ";"
+COLUMNS = (
+    *("JobArrayID", "State", "RestartCnt", "exit_code", "StartTime", "EndTime", "NodeList"),
+    "Reason",
+)
+SACCT_COLUMNS = ("JobID", "ExitCode", "Start", "NodeList", "State")
+#: Makes the commands print unix times, and the elements of an array whole.
+ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
+WORDS = {
+    QueueState.PENDING: "PENDING RESV_DEL_HOLD CONFIGURING POWER_UP_NODE",
+    QueueState.REQUEUED: "REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT",
+    QueueState.RUNNING: "RUNNING COMPLETING EXPEDITING RESIZING SIGNALING STAGE_OUT STOPPED "
+    "SUSPENDED",
+    QueueState.FAILED: "FAILED BOOT_FAIL LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY RECONFIG_FAIL",
+    QueueState.CANCELLED: "CANCELLED REVOKED",
+    QueueState.TIMEOUT: "TIMEOUT DEADLINE",
+    QueueState.COMPLETED: "COMPLETED",
+    QueueState.PREEMPTED: "PREEMPTED",
+}
+STATES = {word: state for state, words in WORDS.items() for word in words.split()}
+#: States that `QueueState` says as well, so that the reason need not.
+PLAIN = {words.split()[0] for words in WORDS.values()}
+#: Ends that are not the job's doing: the code is SLURM's own.
+NOT_BY_ITSELF = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
+NO_REASON = {"", "None", "(null)"}
+#: Seconds by which the controller's clock may be ahead of ours all the same.
+SKEW_S = 30.0
+
+# Refusals and reasons
+
+#: Said by a controller, by munge, or of a partition that is down: fewer jobs are as many.
+TOO_BUSY = re.compile(
+    r"temporarily unable|temporarily unavail|Unable to contact"
+    r"|Munge \w+ failed|munged is up|authentication error|partition not available",
+    re.I,
+)
+#: Limits on what there may be at a time; other limits, such as a time limit, do not pass.
+LIMITS = re.compile(
+    rf"SubmitJob|MaxSubmit|MaxJobCount|Invalid job array specification|{TOO_BUSY.pattern}", re.I
+)
+#: Said of all limits alike; older versions say no more.
+SOME_LIMIT = re.compile(r"job submit limit", re.I)
+NAMED_LIMIT = re.compile(r"\b(QOS|Assoc)\w*(Limit|Violation|Max\w+)|\bPart\w+Limit")
+#: SLURM may have taken the job and its answer was lost: what sbatch decodes is an answer.
+LOST_ANSWER = re.compile(
+    r"timed out|Zero Bytes|Connection reset|Communication|Munge decode failed", re.I
+)
+OVER_ALREADY = re.compile(r"Invalid job id specified|already complet", re.I)
+#: Reasons of jobs that wait for more than free nodes, such as another limit, or to be released.
+LASTING = re.compile(
+    r"(Partition|QOS|Assoc|Account|Invalid|BadConstraints|JobHeld|ReservationDeleted)"
+    r"|(Max\w+Per|DependencyNeverSatisfied|ReqNodeNotAvail|Nodes required for job are DOWN)"
+)
+#: Reasons of jobs that SLURM could not start; it writes them with spaces or underscores.
+STUCK = re.compile("launch[ _]failed[ _]requeued[ _]held|JobHoldMaxRequeue")
+#: What a refusal or a reason is about, and what lists the valid ones.
+ADVICE = (
+    (r"invalid partition", "Partitions: sinfo -s"),  # whose name may be that of an account
+    (r"accounting/QOS policy|invalid qos|QOS\w*Limit", "Limits: sacctmgr show qos"),
+    (r"^Assoc", "Limits: sacctmgr show assoc user=$USER"),
+    (r"JobHeld", "Release them: scontrol release JOB"),
+    (r"NotAvail|DRAINED", "Nodes: sinfo -R"),
+    (r"PartitionConfig|PartitionNodeLimit", 'What partitions have: sinfo -o "%P %D %c %m %G %l"'),
+    (r"account", "Accounts: sacctmgr show assoc user=$USER format=account,partition,qos"),
+    (r"time.?limit|--time", 'Time limits: sinfo -o "%P %l"'),
+    (r"feature|constraint", 'Features: sinfo -o "%P %f"'),
+    (r"reservation", "Reservations: scontrol show reservation"),
+    (r"node name", "Nodes: sinfo -N"),
+    (r"gres|generic resource|node config|gpu|tres", 'GPUs, cores, memory: sinfo -o "%P %G %c %m"'),
+    (r"partition", "Partitions: sinfo -s"),
 )
 
 
@@ -47,20 +118,7 @@ class SlurmQueue(Queue):
 
     title = "SLURM"
     jobqueue = ("slurm", "SLURMJob")
-    summary = """\
-    Dask workers on GPUs that SLURM grants, one job per GPU, following the work up and down.
-
-    >>> cluster = SLURMCUDACluster(cores=8, memory="64GiB", walltime="02:00:00", queue="gpu")
-    >>> cluster.adapt(minimum=0, maximum=32)
-    >>> client = cluster.get_client()"""
-    keywords = (
-        ("gpu_request", GpuRequest, "How the site takes the request of GPUs. Default: gres."),
-        ("job_cpu", int, "Cores that a job asks for. Default: ``cores``."),
-        ("job_mem", str, "Memory that a job asks for, in SLURM's form. Default: ``memory``."),
-    )
     programs = ("sbatch", "squeue", "scancel")
-    list_queues = ("sinfo", "--all", "--noheader", "--format=%R")
-    lasting = staticmethod(slurm_errors.lasting)
     denied = re.compile(r"Access/permission denied", re.I)
     job_id = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
     restarts = "${SLURM_RESTART_COUNT:-0}"
@@ -78,20 +136,25 @@ class SlurmQueue(Queue):
     prefix = "#SBATCH"
     name_option = "-J"
     quoted_options = "-p -A -t --mem"
+    memory_option = "--mem"
+    memory_pattern = re.compile(r"(^|\s)--mem(-per-\w+)?(=|\s|$)")
+    tells_memory = True
     gpu_example = (
         "#SBATCH --gpus-per-node=1 (or --gres=gpu:1), and srun --gpus-per-task=1 --gpu-bind=none"
     )
-    gpu_options = ("--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket", "-G")
-    # Of the words of a gres list: gpu, gpu:2, gpu:a100:2, gpu=2
-    gpu_pattern = re.compile(r"(?:gres[/:])?gpu(?:[:=].*)?", re.I)
+    # The last three count for the whole job, the others for each node: it has one task there
+    gpu_options = (
+        *("--gres", "--gpus-per-node", "--gpus-per-task", "--tres-per-node", "--tres-per-task"),
+        *("--gpus", "-G", "--gpus-per-socket"),
+    )
+    # gpu, gpu:2, gpu:a100:2, gres/gpu=2, and parts of a GPU, which are one to a worker
+    gpu_pattern = re.compile(r"(?:gres[/:])?(?:(shard|mps)|gpu)(?:[:=](.*))?", re.I)
     launchers = ("srun", "mpirun")
     counts_ranks = True
     names_log = True
 
-    def __init__(
-        self, gpu_request: GpuRequest = "gres", timeout_s: float = COMMAND_TIMEOUT_S
-    ) -> None:
-        super().__init__(timeout_s)
+    def __init__(self, gpu_request: GpuRequest = "gres", **options: float) -> None:
+        super().__init__(**options)
         if gpu_request not in get_args(GpuRequest):
             forms = ", ".join(get_args(GpuRequest))
             raise UsageError(f"gpu_request={gpu_request!r} is not one of {forms}")
@@ -101,8 +164,7 @@ class SlurmQueue(Queue):
 
     @classmethod
     def of_cluster(cls, keywords: dict[str, Any]) -> SlurmQueue:
-        request = keywords.pop("gpu_request", None)
-        return cls() if request is None else cls(gpu_request=request)
+        return cls(keywords.pop("gpu_request", None) or "gres")
 
     # What the script says
 
@@ -117,22 +179,37 @@ class SlurmQueue(Queue):
         return value if plain else double_quoted(value, "a keyword")
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
-        _refuse_others(lines)
+        for line in lines:
+            if found := next(filter(re.compile("-M|--clusters?(=|$)").match, _words(line)), None):
+                raise UsageError(
+                    f"{found} in the line {line!r} is for sbatch alone, and squeue and scancel "
+                    f"would not find the jobs: set {CLUSTERS} in the environment instead"
+                )
         if request.nodes > 1:
             lines = [line for line in lines if line != "#SBATCH -n 1"]
             lines.append(f"#SBATCH --nodes={request.nodes} --ntasks-per-node=1")
-        return [*lines, f"#SBATCH {self._gpus(request)}"] if request.gpus else lines
+        return [*lines, f"#SBATCH {self._gpus(lines, request)}"] if request.gpus else lines
+
+    def _gpus(self, lines: Sequence[str], request: Request) -> str:
+        """Return the option for the GPUs; of several ``--gres`` sbatch takes the last."""
+        kind = f"{one_line(request.gpu_type, 'gpu_type')}:" if request.gpu_type else ""
+        if self.gpu_request == "gpus":
+            return f"--gpus={self.quote(f'{kind}{request.gpus}')}"
+        per_node, rest = divmod(request.gpus, request.nodes)
+        if rest:
+            raise UsageError(
+                f"{request.gpus} GPUs cannot be shared evenly by {request.nodes} nodes"
+            )
+        if self.gpu_request == "gpus-per-node":
+            return f"--gpus-per-node={self.quote(f'{kind}{per_node}')}"
+        others = [value for line in lines for value in option_values(line, "--gres")]
+        return f"--gres={self.quote(','.join([f'gpu:{kind}{per_node}', *others]))}"
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
-        if "\\" in request.folder:
-            raise UsageError(
-                f"the folder {request.folder!r} has a backslash in its name, and SLURM writes no "
-                f"file of its own for each job there. Choose another folder"
-            )
-        name = "hpcdask-%j.log" if request.alone else ARRAY_LOG
+        name = SINGLE_LOG if request.alone else ARRAY_LOG
         log = os.path.join(request.folder.replace("%", "%%"), name)
         comment = f"#SBATCH --comment={double_quoted(request.tag, 'the tag')}"
-        return [*lines, comment, f"{OUTPUT}{double_quoted(log, 'the folder of logs')}"]
+        return [*lines, comment, f"#SBATCH --output={double_quoted(log, 'the folder of logs')}"]
 
     def replaced(self, job: Any) -> list[str]:
         """See `Queue.replaced`."""
@@ -142,33 +219,14 @@ class SlurmQueue(Queue):
             if any(re.match("--comment(=|$)", word) for word in _words(directive))
         ]
 
-    def _gpus(self, request: Request) -> str:
-        kind = f"{one_line(request.gpu_type, 'gpu_type')}:" if request.gpu_type else ""
-        if self.gpu_request == "gpus":
-            value = f"{kind}{request.gpus}"
-        else:
-            per_node, rest = divmod(request.gpus, request.nodes)
-            if rest:
-                raise UsageError(
-                    f"{request.gpus} GPUs cannot be shared evenly by {request.nodes} nodes"
-                )
-            value = f"{kind}{per_node}"
-        if self.gpu_request == "gres":
-            value = f"gpu:{value}"
-        return f"--{self.gpu_request}={self.quote(value)}"
-
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
-        """Read ``--gres=gpu:a100:2,nvme:500``, ``--gpus-per-node a100:4``, ``-G2``.
-
-        Types are optional. The first two count for each node.
-        """
-        items = [item for value in option_values(directive, "--gres") for item in value.split(",")]
-        if found := list(filter(cls.gpu_pattern.fullmatch, items)):
-            return nodes * sum(map(_last_number, found))
-        per_node = any(option_values(directive, "--gpus-per-node"))
-        for value in option_values(directive, *cls.gpu_options):
-            return (nodes if per_node else 1) * sum(map(_last_number, value.split(",")))
+        """Read ``--gres=gpu:a100:2,nvme:500``, ``--tres-per-node=gres/gpu:2``, ``-G a100:2``."""
+        for option in cls.gpu_options:
+            for value in option_values(directive, option):
+                count = sum(_count(item, bare="res" not in option) for item in value.split(","))
+                if count or "res" not in option:
+                    return count if option in cls.gpu_options[-3:] else nodes * count
         return None
 
     async def allocation(
@@ -205,16 +263,11 @@ class SlurmQueue(Queue):
         """Read a walltime; ``timedelta.max`` where there is no limit."""
         if text.strip().upper() in ("UNLIMITED", "INFINITE"):
             return timedelta.max
-        match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
-        if match:
-            days = match[1]
-            numbers = [int(number) for number in match.groups()[1:] if number is not None]
-            # the first number is of hours after days, and where there are three
-            names = ("hours", "minutes", "seconds")[0 if days or len(numbers) == 3 else 1 :]
-            parts = dict(zip(names, numbers, strict=False))
-            if walltime := timedelta(days=int(days or 0), **parts):
-                return walltime
-        raise UsageError(f"walltime={text!r} is not one of {WALLTIME_FORMS}")
+        days, count = "-" in text, text.count(":")
+        # the first number is of hours after days, and where there are three
+        units = "smh"[2 - count :] if days or count == 2 else "sm"[1 - count :]
+        clock = text.replace("-", ":", 1)
+        return parse_clock(clock, units + "d" * days, WALLTIME_FORMS, shown=text)
 
     # What is asked of the queue
 
@@ -222,7 +275,7 @@ class SlurmQueue(Queue):
         """Return MaxArraySize of the site or ``max_array_tasks``; 1 where it has no arrays."""
         site = await self._configuration()
         tasks = re.search(r"max_array_tasks=(\d+)", site.get("SchedulerParameters", ""))
-        size = int(site.get("MaxArraySize", MAX_ARRAY_SIZE))
+        size = int(site.get("MaxArraySize", 1001))  # SLURM's own default
         return max(1, min(size, int(tasks[1])) if tasks else size)
 
     async def _configuration(self) -> dict[str, str]:
@@ -234,42 +287,57 @@ class SlurmQueue(Queue):
         return self._site
 
     async def submit(self, script: str, count: int) -> list[str]:
-        text = await read(script)
-        arrays = ARRAY_LOG in text and await self.limit() > 1
-        extra = [f"--array=0-{count - 1}"] if arrays else _single_output(text)
+        arrays = ARRAY_LOG in await read(script) and await self.limit() > 1
+        extra = [f"--array=0-{count - 1}"] if arrays else []
+        form = r"^(\d+)(?:;\S+)?\s*\Z"  # a site's greetings may come before it
         try:
-            done = await self.run("sbatch", "--parsable", *extra, script)
-        except QueueError as error:
+            job = await self.take(script, form, "sbatch", "--parsable", *extra, script)
+        except NoAnswer as error:
             # sbatch waits for minutes, and says why
-            if slurm_errors.LIMITS.search(str(error)):
-                raise Refused(
-                    f"{error}. Script kept at {script}", for_now=True, fewer=False
-                ) from None
+            if LIMITS.search(str(error)):
+                text = f"{error}. Script kept at {script}"
+                raise Refused(text, for_now=True, fewer=False) from None
             raise
-        if done.returncode:
-            raise self.refused(done, script)
-        # a site's greetings may come before it
-        job = re.search(r"^(\d+)(?:;\S+)?\s*\Z", done.stdout, re.M)
-        if job is None:
-            raise QueueError(
-                f"sbatch answered {done.stdout[:200]!r} for {script}, without a job id"
-            )
+        except Refused as error:
+            if "Memory specification" in str(error):
+                error.args = (f"{error}{await self._memory(script)}",)
+            raise
         return [f"{job[1]}_{n}" for n in range(count)] if arrays else [job[1]]
+
+    async def _memory(self, script: str) -> str:
+        """Compare a script's memory with that of the largest node."""
+        from dask.utils import format_bytes
+
+        with contextlib.suppress(QueueError):
+            asked = re.search(r"(?m)^#SBATCH --mem=(\d+)([KMGT]?)", await read(script))
+            nodes = await self.answer("sinfo", "--noheader", "--exact", "--format=%m")
+            sizes = [int(size) * 2**20 for size in re.findall(r"\d+", nodes)]
+            if asked and sizes:
+                size = int(asked[1]) * 1024 ** (1 + "KMGT".index(asked[2] or "M"))
+                largest = format_bytes(max(sizes))
+                return f". Asked: {format_bytes(size)} a node; the largest has {largest}"
+        return ""
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         if not ids:
             return {}
-        text = await self._squeue(*slurm_output.COLUMNS, slurm_output.LAST_COLUMN)
-        seen = slurm_output.parse_squeue(text, time.time())
+        seen = _parse_squeue(await self._squeue(*COLUMNS), time.time())
         self._shown = set(seen)
-        wanted = pick(ids, seen)
-        return {
-            job_id: job for job_id, job in wanted.items() if job.state is not QueueState.UNKNOWN
-        }
+        return pick(ids, seen)
 
     async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        seen = await self._accounting(ids) if ids else {}
-        return slurm_output.left(ids, self._shown) | seen
+        """Ask sacct; elements of an array that squeue shows without them were cancelled.
+
+        An element that is cancelled while it waits leaves the array without a record of its own, in
+        the controller and in accounting.
+        """
+        arrays = {job_id.partition("_")[0] for job_id in self._shown}
+        left = {
+            job_id: QueueStatus(job_id, QueueState.CANCELLED, "before it started")
+            for job_id in ids
+            if "_" in job_id and job_id not in self._shown and job_id.partition("_")[0] in arrays
+        }
+        return left | (await self._accounting(ids) if ids else {})
 
     async def _accounting(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         # Without it nobody knows: squeue has shown all that the controller remembers
@@ -277,55 +345,65 @@ class SlurmQueue(Queue):
         if kind in ("", "(null)", "accounting_storage/none"):
             return {}
         jobs = ",".join(sorted({job_id.partition("_")[0] for job_id in ids}))
-        options = ["--noheader", "--allocations", "--parsable2", f"--jobs={jobs}"]
-        if clusters := os.environ.get(CLUSTERS):
-            options.append(f"--clusters={clusters}")
-        columns = f"--format={','.join(slurm_output.SACCT_COLUMNS)}"
-        text = await self.answer("sacct", *options, columns, env=slurm_output.ENVIRONMENT)
-        return pick(ids, slurm_output.parse_sacct(text))
+        clusters = os.environ.get(CLUSTERS)
+        text = await self.answer(
+            *("sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={jobs}"),
+            *([f"--clusters={clusters}"] if clusters else []),
+            f"--format={','.join(SACCT_COLUMNS)}",
+            env=ENVIRONMENT,
+        )
+        return pick(ids, _parse_sacct(text))
 
     async def cancel(self, ids: Collection[str]) -> None:
-        expressions = _expressions(ids)
-        for start in range(0, len(expressions), CANCELLED_AT_ONCE):
-            some = expressions[start : start + CANCELLED_AT_ONCE]
-            done = await self.run("scancel", *some)
+        grouped: dict[str, list[str]] = {}  # the elements of one array together: 12_[0,3]
+        for job_id in ids:
+            job, _, index = job_id.partition("_")
+            grouped.setdefault(job, []).extend([index] if index else [])
+        jobs = [f"{job}_[{','.join(some)}]" if some else job for job, some in grouped.items()]
+        for start in range(0, len(jobs), CANCELLED_AT_ONCE):
+            done = await self.run("scancel", *jobs[start : start + CANCELLED_AT_ONCE])
             lines = done.stderr.splitlines()
-            if done.returncode and not (
-                lines and all(map(slurm_errors.OVER_ALREADY.search, lines))
-            ):
+            if done.returncode and not (lines and all(map(OVER_ALREADY.search, lines))):
                 raise self.failed(done)
 
     async def tagged(self) -> dict[str, str]:
-        text = await self._squeue("JobArrayID", "State", "Comment")
-        jobs = slurm_output.rows(text, 3)
+        jobs = _rows(await self._squeue("JobArrayID", "State", "Comment"), 3)
         return {
             job_id: comment
             for job_id, state, comment in jobs
-            if comment.startswith("hpcdask:") and slurm_output.STATES.get(state) not in OVER
+            if comment.startswith("hpcdask:") and STATES.get(state) not in OVER
         }
 
     async def _squeue(self, *names: str) -> str:
         """List all jobs of this user, also ended ones: an unknown id would be an error."""
-        options = ("--noheader", "--states=all", f"--user={os.getuid()}")
-        columns = f"--Format={slurm_output.columns(*names)}"
-        return await self.answer("squeue", *options, columns, env=slurm_output.ENVIRONMENT)
+        columns = f"--Format={','.join(f'{name}:{DELIMITER}' for name in names)}"
+        options = ("--noheader", "--states=all", f"--user={os.getuid()}", columns)
+        return await self.answer("squeue", *options, env=ENVIRONMENT)
+
+    @classmethod
+    def lasting(cls, reason: str) -> str | None:
+        return _advice(reason) if LASTING.match(reason) or STUCK.search(reason) else None
 
     def failed(self, done: subprocess.CompletedProcess[str]) -> QueueError:
-        return slurm_errors.failed(done)
+        text = _said(done)
+        passes = LOST_ANSWER.search(text) or TOO_BUSY.search(text)
+        kind = NoAnswer if passes else QueueError
+        return kind(f"{done.args[0]} failed: {text}. See whether it works in a terminal")
 
     def refused(self, done: subprocess.CompletedProcess[str], script: str) -> QueueError:
-        return slurm_errors.refused(done, script)
-
-
-def _refuse_others(lines: Sequence[str]) -> None:
-    """Raise UsageError for directives that send a job where nobody looks for it."""
-    for line in lines:
-        if found := next(filter(re.compile("-M|--clusters?(=|$)").match, _words(line)), None):
-            raise UsageError(
-                f"{found} in the line {line!r} is for sbatch alone: squeue and scancel would not "
-                f"find the jobs. Take it out, and set {CLUSTERS} in the environment instead, which "
-                f"these commands read too"
+        text = _said(done)
+        if LOST_ANSWER.search(text):
+            return NoAnswer(
+                f"sbatch got no answer for {script}: {text}. See with squeue whether the job is "
+                f"there"
             )
+        limit = LIMITS.search(text) or (SOME_LIMIT.search(text) and not NAMED_LIMIT.search(text))
+        advice = _advice(text)
+        return Refused(
+            f"sbatch refused the job: {text}. Script kept at {script}{advice and f'. {advice}'}",
+            for_now=bool(limit),
+            fewer=bool(limit) and not TOO_BUSY.search(text),
+        )
 
 
 def _words(line: str) -> list[str]:
@@ -333,25 +411,129 @@ def _words(line: str) -> list[str]:
     return option_words(line.removeprefix("#SBATCH"), comments=True)
 
 
-def _last_number(item: str) -> int:
-    """Return the count behind a type; a type alone is one GPU."""
+def _count(item: str, *, bare: bool) -> int:
+    """Return the GPUs of an item of a request; `bare` ones are of GPUs alone, as in ``a100:2``.
+
+    A type alone is one GPU, and a part of a GPU is one.
+    """
+    found = SlurmQueue.gpu_pattern.fullmatch(item)
+    if not bare and found is None:
+        return 0
     last = re.split("[:=]", item)[-1]
-    return int(last) if last.isdecimal() else 1
+    return int(last) if last.isdecimal() and not (found and found[1]) else 1
 
 
-def _single_output(script: str) -> list[str]:
-    """Return the option for a job outside of an array, whose %a would be 4294967294."""
-    for line in script.split("\n"):
-        if line.startswith(OUTPUT) and line.endswith(f'{ARRAY_LOG}"'):
-            path = re.sub(r"\\(.)", r"\1", line.removeprefix(OUTPUT)[1:-1])
-            return [f"--output={path.removesuffix(ARRAY_LOG)}{SINGLE_LOG}"]
-    return []
+# What squeue and sacct say
 
 
-def _expressions(ids: Collection[str]) -> list[str]:
-    """Return the ids with the elements of one array together: ``12_[0,3]``."""
-    elements: dict[str, list[str]] = {}
-    for job_id in ids:
-        job, _, index = job_id.partition("_")
-        elements.setdefault(job, []).extend([index] if index else [])
-    return [f"{job}_[{','.join(indices)}]" if indices else job for job, indices in elements.items()]
+def _rows(text: str, count: int) -> Iterator[list[str]]:
+    """Yield the `count` columns of each job and element that squeue printed.
+
+    Raises QueueError if it printed lines, and none has this form.
+    """
+    lines = [line for line in text.splitlines() if line and not line.startswith("CLUSTER:")]
+    if lines and not any(re.match(r"\d+[_+;]", line) for line in lines):
+        raise QueueError(f"squeue answered {lines[0][:200]!r}, which is not what was asked for")
+    for line in lines:
+        row = line.split(DELIMITER, count - 1)
+        if len(row) == count:  # else the rest of a comment with a line end
+            for job_id in _expand(row[0]):
+                yield [job_id, *row[1:-1], row[-1].removesuffix(DELIMITER)]
+
+
+def _expand(job: str) -> list[str]:
+    """Return the ids of an array's waiting elements from ``12_[0-8:2,11%5]``.
+
+    ``squeue --array`` leaves some out: SLURM 22.05 shows ``12_[0-398:2]`` without its last element.
+    Raises QueueError if it is not shown whole.
+    """
+    array, bracket, text = job.partition("_[")
+    if not bracket:
+        return [job] if re.fullmatch(r"\d+(_\d+)?", job) else []  # not ours: 12+0
+    part = r"(\d+)(?:-(\d+))?(?::(\d+))?"
+    if not re.fullmatch(rf"{part}(,{part})*(%\d+)?\]", text):
+        raise QueueError(f"squeue shortened {job[:200]!r}, so that some jobs are not known")
+    return [f"{array}_{index}" for index in elements(text.partition("%")[0])]
+
+
+def _parse_squeue(text: str, now: float) -> dict[str, QueueStatus]:
+    """Read the jobs that squeue printed with `COLUMNS`; a state that is not known is UNKNOWN."""
+    seen = {}
+    for job, word, restarts, status, started, ends, nodes, reason in _rows(text, len(COLUMNS)):
+        state = STATES.get(word, QueueState.UNKNOWN)
+        start, end = _time(started), _time(ends)
+        if word == "COMPLETING" and (end is None or end > now + SKEW_S):
+            state = QueueState.REQUEUED  # its end is that of its next life
+        if state is QueueState.PENDING and int(restarts):
+            state = QueueState.REQUEUED
+        running = state is QueueState.RUNNING
+        seen[job] = QueueStatus(
+            job,
+            state,
+            reason=_reason(word, reason),
+            exit_code=_code(word, status),
+            restarts=int(restarts),
+            started=start if running or state in OVER else None,
+            # what completes has no walltime left to hand over before
+            ends=end if running and word != "COMPLETING" else None,
+            nodes=nodes if nodes not in NO_REASON else "",
+            stuck=STUCK.search(reason) is not None,
+        )
+    return seen
+
+
+def _parse_sacct(text: str) -> dict[str, QueueStatus]:
+    """Read the jobs that are over of what sacct printed with `SACCT_COLUMNS`.
+
+    A site's greetings may stand before them.
+    """
+    seen = {}
+    for line in text.splitlines():
+        row = line.split("|", len(SACCT_COLUMNS) - 1)
+        if len(row) < len(SACCT_COLUMNS):
+            continue
+        job, status, started, nodes, words = row
+        word, _, by = words.partition(" by ")  # CANCELLED by 1000
+        if (state := STATES.get(word)) in OVER:
+            for job_id in _expand(job):
+                seen[job_id] = QueueStatus(
+                    job_id,
+                    state,
+                    reason=_reason(word, f"by user {by}" if by else ""),
+                    exit_code=_code(word, status),
+                    started=_time(started),
+                    nodes="" if nodes.startswith("None") else nodes,
+                )
+    return seen
+
+
+def _reason(word: str, reason: str) -> str:
+    known = [] if reason in NO_REASON else [reason]
+    return ": ".join(known if word in PLAIN else [word, *known])
+
+
+def _code(word: str, status: str) -> int | None:
+    """Return the exit code of ``code:signal``, or of the status of wait(2) from squeue."""
+    if STATES.get(word) not in OVER or word in NOT_BY_ITSELF:
+        return None
+    code, colon, signal = status.partition(":")
+    exited, signalled = (int(code), int(signal)) if colon else divmod(int(code), 256)
+    if signalled & 0x7F:
+        return 128 + (signalled & 0x7F)
+    return exited or (0 if word == "COMPLETED" else None)  # 0 stands for unknown as well
+
+
+def _time(text: str) -> float | None:
+    return float(text) if text.isdecimal() else None
+
+
+def _advice(text: str) -> str:
+    return next((how for about, how in ADVICE if re.search(about, text, re.I)), "")
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a command said in one line, without what SLURM puts before each of its lines."""
+    said = done.stderr.strip() or done.stdout.strip()
+    bare = re.sub(r"(?m)^\w+: (error: )?|Batch job submission failed: ", "", said)
+    lines = dict.fromkeys(line.strip().rstrip(".") for line in bare.splitlines() if line.strip())
+    return "; ".join(lines)[:500] or f"exit code {done.returncode}"

@@ -1,7 +1,4 @@
-"""Rank 0: brings the cluster up, watches over the run, takes everything down.
-
-What happens anywhere arrives as an event in one queue and is handled in one place.
-"""
+"""Rank 0: what happens anywhere becomes an event in one queue, and is handled in one place."""
 
 from __future__ import annotations
 
@@ -11,35 +8,50 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
+
+from distributed.comm import get_address_host
+from distributed.utils import get_ip, get_ip_interface
 
 from hpcdask.bootstrap import orders
+from hpcdask.bootstrap.environment import own_process
 from hpcdask.client import scheduler_file
+from hpcdask.comm.fabric import only_address
 from hpcdask.comm.transport import AUTO
+from hpcdask.comm.warmup import LinkTest, evaluate
 from hpcdask.errors import ClusterError, HpcdaskError, LaunchError, UsageError
 from hpcdask.logs import complain, plural, say
 from hpcdask.node.host_agent import CLOSE_DEADLINE_S, HURRIED_S, HostAgent
-from hpcdask.node.placement import Inventory
-from hpcdask.node.profiling import WRITE_DEADLINE_S
-from hpcdask.process import TERM_DEADLINE_S
+from hpcdask.node.placement import Inventory, WorkerPlacement
+from hpcdask.process import TERM_DEADLINE_S, process_status, seconds_since_start
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import Credentials, create_credentials, to_security
+from hpcdask.spec.specs import RunSpec
 
-from . import messages, protocol
-from .follower import report, start_workers
-from .link import Link
+from . import link
+from .link import (
+    LOOPBACK,
+    Broken,
+    Elapsed,
+    Events,
+    Link,
+    Listener,
+    RankLost,
+    Rendezvous,
+    SchedulerLost,
+    SchedulerStarted,
+)
 from .options import RunRequest
-from .plan import Plan, WantedWorkers, make_plan
-from .protocol import Broken, Elapsed, Events, RankLost, SchedulerLost
-from .rendezvous import Rendezvous
-from .run_files import RunFiles
-from .scheduler_process import SchedulerProcess
-from .user_program import UserProgram
+from .plan import WantedWorkers, make_plan
+from .program import RunFiles, UserProgram
+from .scheduler import SchedulerProcess
 
 #: Seconds that a program gets after the cluster under it is lost.
 LOSS_DEADLINE_S = 2.0
 #: Seconds that the other ranks get to leave, beside those for their workers.
 LEAVE_S = 3.0
+#: Seconds in which changes of workers become one change of the run's files.
+NOTE_PAUSE_S = 2.0
 #: Seconds without any worker after which the user is told.
 NO_WORKER_NOTICE_S = 5.0
 #: Seconds in which ranks may still arrive, to be told to end after an early error.
@@ -49,51 +61,40 @@ DISMISS_DEADLINE_S = 10.0
 class RunOver(Exception):
     """End of the run, with its exit code."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
 
 class Leader:
-    """Agent of rank 0.
+    """Agent of rank 0; `attached` is the line to a program that started this rank itself.
 
-    `rendezvous` is where the other ranks look for rank 0, None when there are none; `attached` is
-    the line to a program that started this rank itself.
+    In the state ``ending``, only the end of the program is waited for: the cluster is lost.
     """
 
     def __init__(
         self,
         agent: HostAgent,
         request: RunRequest,
-        rendezvous: Rendezvous | None,
+        rendezvous: Rendezvous,
         attached: socket.socket | None,
     ) -> None:
         self.agent, self.spec, self.rank = agent, request.spec, agent.rank
         self.rendezvous = rendezvous
-        self.state: Literal["starting", "running", "lost"] = "starting"
+        self.state: Literal["starting", "running", "ending"] = "starting"
+        self.signalled: int | None = None
         self.credentials: Credentials = {}
         self.events = Events()
         self.link = Link(self.rank, self.events)
         self.wanted = WantedWorkers(self.spec)
+        self.on_device = False
         self.scheduler = SchedulerProcess(self.events)
-        self.warmup = messages.WarmupNotes(self.wanted)
+        self.links: dict[str, list[LinkTest]] | None = {}
         exists = request.program is not None or attached is not None
-        self.program = UserProgram(
-            agent, self.events, exists=exists, line=attached, timeout=self.spec.timeout
-        )
+        self.program = UserProgram(agent, self.events, exists=exists, line=attached)
         script = request.program.name if request.program else ""
         self.files = RunFiles(agent, self.spec.scheduler_file, script)
         self.deadline = time.monotonic() + self.spec.timeout
-
-    def hear(self, message: orders.Message) -> None:
-        """Note what the rank's own process tells."""
-        self.events.put(message)
+        agent.listen(self.events.put)
 
     async def lead(self, problem: HpcdaskError | None) -> int:
-        """Run everything and return the exit code of the run.
-
-        `problem` is what was found wrong before: the others are told, then all end.
-        """
+        """Run everything and return the exit code; with a `problem`, the others are only told."""
         if self.spec.tls:
             self.credentials = create_credentials()
         else:
@@ -112,8 +113,8 @@ class Leader:
             while True:
                 self._handle(await self.events.get())
         except RunOver as over:
-            code = over.code
-            if self.state == "running" and self.program.signalled is None:
+            code = int(over.args[0])
+            if self.state == "running" and self.signalled is None:
                 seconds = CLOSE_DEADLINE_S
         except OSError as error:
             complain(f"rank 0 on {self.rank.host} cannot go on: {error}. See hpcdask doctor there")
@@ -125,140 +126,145 @@ class Leader:
                 self.deadline = time.monotonic() + min(self.spec.timeout, DISMISS_DEADLINE_S)
                 with contextlib.suppress(HpcdaskError, OSError, RunOver):
                     await self._meet()
-        missing = self.link.missing
+        complete = self.link.complete
         await self._take_down(code, seconds)
-        if missing:
+        if not complete:
             self.agent.tell(orders.AbortLaunch())
         return code
 
     # Starting
 
     async def _bring_up(self) -> None:
-        await self.scheduler.open()
         if self.spec.interface != AUTO:
-            self._start_scheduler(self.spec.interface)
+            await self._start_scheduler(self.spec.interface)
         seen = await self._meet()
         fabrics = {index: report.fabric for index, report in self.link.reports.items()}
-        plan = make_plan(self.spec, self.rank, seen, fabrics)
+        plan = make_plan(self.spec, self.rank, seen, fabrics, job=job_id())
         if self.spec.interface == AUTO:
-            self._start_scheduler(plan.interfaces[self.rank.host])
-        messages.tell_cpu(self.spec, seen, plan)
-        self.events.start(self.scheduler.listen())
-        await self._until(lambda: self.scheduler.started is not None, "the scheduler to start")
+            await self._start_scheduler(plan.interfaces[self.rank.host])
+        for warning in plan.warnings:
+            say(warning)
+        await self._until(
+            lambda: bool(self.scheduler.started.address),
+            lambda: LaunchError(
+                f"the scheduler did not start within {self.spec.timeout:g} s. Allow more with "
+                f"--timeout"
+            ),
+        )
         started = self.scheduler.started
-        if not isinstance(started, protocol.SchedulerStarted):
-            raise ClusterError(started.error if started else "")
-        self.wanted.plan(plan.placements)
-        self._start_workers(plan, started.address)
-        self.program.start(started.address, self.credentials, on_gpus=self.wanted.on_device)
+        self.wanted = WantedWorkers(self.spec, plan.placements)
+        self.on_device = plan.on_device
+        for index, placements in plan.placements.items():
+            self._start_workers(index, placements, started.address)
+        access, gpus = (started.address, self.credentials), self.on_device
+        ready, timeout = not self.program.waits, self.spec.timeout
+        self.files.write(self.files.own, *access, gpus=gpus, ready=ready, timeout=timeout)
+        self.program.start(started.address, self.files.own, on_gpus=gpus)
         registered = self.scheduler.registered
         await self._until(
             lambda: self.wanted.are_enough(registered),
-            "workers to register",
             lambda: self.wanted.too_late(registered),
         )
-        if self.spec.scheduler_file:  # another run may have taken it meanwhile
-            await asyncio.to_thread(scheduler_file.check_writable, self.spec.scheduler_file)
-        self.agent.parts |= {"scheduler": self.scheduler.pid, **self.program.process()}
-        self.files.write(
-            started.address, self.credentials, self.scheduler.doors, gpus=self.wanted.on_device
+        if self.files.asked:  # another run may have taken it meanwhile
+            await asyncio.to_thread(scheduler_file.check_writable, self.files.asked)
+            self.files.write(self.files.asked, *access, gpus=gpus)
+        if self.program.attached and (status := process_status(own_process())):
+            self.agent.note_parts({"program": int(status[2])})
+        self.files.publish(self.scheduler.nannies)
+        say(
+            f"{plan.describe(self.spec, len(registered))}, ready in {seconds_since_start():.2f} s; "
+            f"dashboard http://{started.dashboard_host}:{started.dashboard_port}/status"
         )
-        nodes = len({self.link.reports[index].host for index in plan.placements})
-        messages.tell_ready(self.spec, plan, nodes, len(registered), started)
-        messages.tell_ways_in(self.spec, started, self.rank.host, has_program=self.program.exists)
+        for line in _ways_in(self.spec, started, self.rank.host, has_program=self.program.exists):
+            say(line)
 
-    async def _until(
-        self, done: Callable[[], bool], what: str, late: Callable[[], LaunchError] | None = None
-    ) -> None:
+    async def _until(self, done: Callable[[], bool], late: Callable[[], LaunchError]) -> None:
         """Handle events until something is done, while the cluster comes up."""
         while not done():
             try:
                 event = await self.events.get(self.deadline)
             except TimeoutError:
-                waited = f"waited {self.spec.timeout:g} s for {what}; allow more with --timeout"
-                raise (late() if late else LaunchError(waited)) from None
+                raise late() from None
             self._handle(event)
 
-    def _start_scheduler(self, interface: str | None) -> None:
+    async def _start_scheduler(self, interface: str | None) -> None:
         host = self._host()
         # In a job login nodes shall reach it. On other hosts anybody may work.
-        listens = messages.LOOPBACK if host == messages.LOOPBACK or job_id() is None else ""
-        self.scheduler.tell(
-            protocol.StartScheduler(
-                host=None if interface else host,
-                interface=interface,
-                protocol="tls" if self.spec.tls else "tcp",
-                credentials=self.credentials,
-                dashboard=self.spec.dashboard_address
-                or f"{listens}:{0 if self.spec.port_range else 8787}",
-                scratch=self.agent.scratch,
-                port_range=self.spec.port_range,
-            )
+        listens = LOOPBACK if host == LOOPBACK or job_id() is None else ""
+        dashboard = f"{listens}:{0 if self.spec.port_range else 8787}"
+        pid = await self.scheduler.start(
+            self.credentials,
+            self.spec.port_range,
+            host=None if interface else host,
+            interface=interface,
+            protocol="tls" if self.spec.tls else "tcp",
+            local_directory=self.agent.scratch,
+            dashboard_address=self.spec.dashboard_address or dashboard,
         )
+        self.agent.note_parts({"scheduler": pid})
 
     def _host(self) -> str:
         """Return the address of rank 0: loopback where nobody elsewhere needs it."""
-        from distributed.utils import get_ip, get_ip_interface
-
         if self.spec.interface and self.spec.interface != AUTO:
             with contextlib.suppress(ValueError):  # this rank reports it
                 return str(get_ip_interface(self.spec.interface))
         if self.rank.one_node and self.program.exists and not self.spec.scheduler_file:
-            return messages.LOOPBACK
-        return str(get_ip())
+            return LOOPBACK
+        return only_address(get_ip())
 
     async def _meet(self) -> dict[int, Inventory]:
-        """Collect what every rank sees."""
-        self.link.reports[0] = await asyncio.to_thread(report, self.agent)
-        if self.rendezvous is not None:
-            await self.link.listen(self._host(), self.credentials, self.rendezvous)
+        self.link.note(await asyncio.to_thread(link.RankReport.of, self.agent))
+        if self.rank.size > 1:
+            listener = Listener(self.link.serve, self.credentials)
+            await listener.publish(self.rendezvous, self.rank, self._host())
             await self._until(
                 lambda: self.link.complete,
-                "every rank to arrive",
                 lambda: self.link.too_late(self.spec.timeout),
             )
-            self.link.close()
+            listener.close()
             self.rendezvous.close()
         return self.link.inventories()
 
-    def _start_workers(self, plan: Plan, scheduler: str) -> None:
-        for index, placements in plan.placements.items():
-            if index:
-                self.link.send(index, protocol.StartWorkers(scheduler, placements))
-            else:
-                security = to_security(self.credentials)
-                self.events.start(
-                    start_workers(self.agent, placements, scheduler, security, self.events.put)
-                )
+    def _start_workers(self, rank: int, placements: list[WorkerPlacement], scheduler: str) -> None:
+        def failed(name: str | None, text: str) -> None:
+            self.events.put(link.WorkerFailed(rank, name, text))
+
+        if rank:
+            self.link.send(rank, link.StartWorkers(scheduler, placements))
+        else:
+            access = to_security(self.credentials)
+            self.events.start(self.agent.start_workers(placements, scheduler, access, failed))
 
     # Events
 
     def _handle(self, event: object) -> None:
-        """Handle an event. Raises RunOver, or the error that ends the run."""
         match event:
             case Broken(error):
                 raise error
             case orders.ProgramStarted(pid):
-                self.agent.parts["program"] = pid
-                self.program.runs = True
+                self.program.note_start(pid)
                 self._see_workers()
             case orders.ProgramEnded(code):
-                raise RunOver(ClusterError.exit_code if self.state == "lost" else code)
+                raise RunOver(ClusterError.exit_code if self.state == "ending" else code)
             case orders.Signal(number):
                 self._handle_signal(number)
-            case RankLost() | SchedulerLost() | protocol.WorkerFailed():
+            case RankLost() | SchedulerLost() | link.WorkerFailed():
                 self._handle_loss(event)
-            case protocol.SchedulerClosed():
+            case SchedulerStarted(error=error) if error:
+                raise ClusterError(error)
+            case link.SchedulerClosed():
                 if not self.program.exists:
                     raise RunOver(0)
-                self.wanted.give_up()  # the program has shut the cluster down
-            case protocol.WorkersChanged():
+                self.wanted = WantedWorkers(self.spec)  # the program has shut the cluster down
+            case link.WorkersChanged():
                 self._see_workers()
-            case protocol.WorkerWarm(found):
-                self.warmup.note(found)
+            case link.WorkerWarm(found):
+                self._note_links(found)
             case Elapsed("program"):
                 say(f"the program did not end within {TERM_DEADLINE_S:g} s, and is killed")
-                raise RunOver(128 + (self.program.signalled or signal.SIGTERM))
+                raise RunOver(128 + (self.signalled or signal.SIGTERM))
+            case Elapsed("files"):
+                self.files.note(self.scheduler.nannies)
             case Elapsed("loss"):
                 raise RunOver(ClusterError.exit_code)
             case Elapsed("no workers") if self.wanted.names and not self.scheduler.registered:
@@ -270,35 +276,55 @@ class Leader:
             return  # meant for the program, which gets it itself, and may go on
         if not self.program.runs and (starting or not self.program.exists):
             raise RunOver(128 + number)
-        if self.program.signalled is None:
-            self.program.end_by(number)
-
-    def _handle_loss(self, event: RankLost | SchedulerLost | protocol.WorkerFailed) -> None:
-        """Do without what is lost, if enough remains; else end the program, and with it the run."""
-        if self.state == "lost":
+        if self.signalled is not None:
             return
-        what = messages.loss_of(event, self.link)
+        self.signalled = number
+        self.program.signal(number)
+        if number != signal.SIGINT:
+            name = signal.Signals(number).name
+            say(f"{name}: the run ends, and the program has {TERM_DEADLINE_S:g} s to end before it")
+            self.events.put_later(TERM_DEADLINE_S, "program")
+
+    def _handle_loss(self, event: RankLost | SchedulerLost | link.WorkerFailed) -> None:
+        """Do without what is lost, if enough remains; else end the program, and with it the run."""
+        if self.state == "ending":
+            return
+        what, advice = self.link.loss(event), ""
         if not isinstance(event, SchedulerLost):
-            name = event.name if isinstance(event, protocol.WorkerFailed) else None
-            if self.wanted.enough_without(event.rank, name):
+            name = event.name if isinstance(event, link.WorkerFailed) else None
+            self.wanted.give_up(event.rank, name)
+            if self.wanted.suffice:
                 left = plural(len(self.wanted.names), "worker")
                 say(f"{what}. The run goes on with {left} (--workers-min {self.spec.workers_min})")
                 return
-        advice = " (--workers-min lets it go on)" * (self.spec.workers_min is None)
-        what += f". The run ends{'' if isinstance(event, SchedulerLost) else advice}"
+            advice = " (--workers-min lets it go on)" * (self.spec.workers_min is None)
+        what += f". The run ends{advice}"
         if not self.program.runs and not (self.program.attached and self.state == "running"):
             raise ClusterError(what)
         complain(what)
-        self.state = "lost"
+        self.state = "ending"
         self.program.signal(signal.SIGTERM)
         self.events.put_later(LOSS_DEADLINE_S, "loss")
 
     def _see_workers(self) -> None:
-        if self.state != "running":
+        if self.state == "running":
+            self.events.put_later(NOTE_PAUSE_S, "files")
+            if not self.scheduler.registered:
+                self.events.put_later(NO_WORKER_NOTICE_S, "no workers")
+
+    def _note_links(self, found: dict[str, Any]) -> None:
+        """Note a worker's first exchanges; once all that are wanted have, say how they went."""
+        if self.links is None:
             return
-        self.files.note(self.scheduler.doors)
-        if not self.scheduler.registered:
-            self.events.put_later(NO_WORKER_NOTICE_S, "no workers")
+        self.links[found["name"]] = [LinkTest(**link) for link in found["links"]]
+        if not self.wanted.names <= self.links.keys():
+            return
+        tests, self.links = [one for links in self.links.values() for one in links], None
+        if tests:
+            report = evaluate(tests, on_device=self.on_device)
+            say(f"warm in {seconds_since_start():.2f} s: {report.line}")
+            for warning in report.warnings:
+                say(f"warning: {warning}")
 
     # Ending
 
@@ -306,17 +332,34 @@ class Leader:
         """End the workers and the other ranks, then the scheduler; this rank is the last."""
         self.files.unlist()
         self.program.signal(signal.SIGKILL)
-        for line in await self.scheduler.gpu_usage() if self.wanted.on_device else ():
+        for line in await self.scheduler.end_soon(on_device=self.on_device):
             say(line)
-        self.scheduler.tell(protocol.Silence())
         never_ran = code == UsageError.exit_code and not self.scheduler.registered
-        self.link.send_all(protocol.EndRun(code if never_ran else 0, seconds))
-        more = WRITE_DEADLINE_S if self.spec.profile != "none" else 0.0
+        self.link.send_all(link.EndRun(code if never_ran else 0, seconds))
         await asyncio.gather(
-            self.agent.close_workers(seconds),
-            self.link.wait_for_departure(seconds + LEAVE_S + more),
+            self.agent.close_workers(seconds), self.link.wait_for_departure(seconds + LEAVE_S)
         )
         await self.scheduler.end()
-        if self.rendezvous is not None:
-            self.rendezvous.close()
-        await self.files.remove()
+        self.rendezvous.close()
+        self.files.remove()
+
+
+def _ways_in(
+    spec: RunSpec, started: SchedulerStarted, host: str, *, has_program: bool
+) -> list[str]:
+    """Return how clients connect where there is no program, and how a browser elsewhere gets in."""
+    lines = []
+    if not has_program:
+        file = spec.scheduler_file
+        way = f'hpcdask.connect("{file}")' if file else f'Client("{started.address}")'
+        if spec.tls and not file:
+            way = "clients need its keys: start it with --scheduler-file"
+        lines.append(f"scheduler at {started.address}: {way}")
+    port, listens = started.dashboard_port, started.dashboard_host
+    if not has_program or listens != get_address_host(started.address):
+        way = f"{LOOPBACK}:{port} {host}" if listens == LOOPBACK else f"{host}:{port} <login node>"
+        lines.append(
+            f"dashboard from your own machine: ssh -L {port}:{way}, then "
+            f"http://localhost:{port}/status"
+        )
+    return lines

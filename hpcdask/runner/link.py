@@ -1,72 +1,294 @@
-"""The link between rank 0 and every other rank, open for the whole run.
+"""The link between rank 0 and every other rank, open for the whole run, and what it carries.
 
-Each rank dials rank 0 once and keeps the connection. What it sees and who it is goes up, what it
-shall do comes down, and its end tells at once that a rank is gone, however it died. Messages are
-lines of JSON, never pickles; with TLS both sides prove that they hold the cluster's keys.
+Rank 0 publishes a note in a file: address and credentials. Each other rank connects once and keeps
+the connection, whose end tells at once that a rank is gone. Messages are lines of JSON; with TLS
+both sides prove that they hold the cluster's keys. On rank 0 they become events in one queue, with
+those of the scheduler's process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import json
 import os
-import secrets
-import ssl
+import tempfile
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import dask.config
 from distributed.comm.tcp import set_tcp_timeout
 from tornado import netutil
 
 from hpcdask.bootstrap import orders
-from hpcdask.bootstrap.orders import LINE_LIMIT, Json, MessageStream
+from hpcdask.bootstrap.environment import own_process
+from hpcdask.bootstrap.orders import LINE_LIMIT, Json, Message, MessageStream
 from hpcdask.bootstrap.ranks import Rank
-from hpcdask.errors import LaunchError, UsageError
+from hpcdask.comm.fabric import Fabric
+from hpcdask.errors import HpcdaskError, LaunchError, UsageError
 from hpcdask.logs import by_host, numbered
-from hpcdask.node.placement import Inventory
+from hpcdask.node.placement import Inventory, WorkerPlacement
 from hpcdask.process import raise_descriptor_limit
+from hpcdask.security import private
 from hpcdask.security.credentials import Credentials, to_security
+from hpcdask.spec.records import Record
 
-from .protocol import Events, RankArrived, RankLost, RankReport
-from .rendezvous import Rendezvous, RendezvousInfo
+if TYPE_CHECKING:
+    from hpcdask.node.host_agent import HostAgent
 
-#: Seconds to dial one address of rank 0.
+LOOPBACK = "127.0.0.1"
+#: The file with the note.
+NOTE = "note.json"
+#: Seconds to connect to one address of rank 0.
 DIAL_DEADLINE_S = 5.0
 #: Seconds that a launcher gets to reap its ranks: MPICH's waits for all of a node.
 REAP_DEADLINE_S = 1.0
 Arrived = Callable[[Json, MessageStream], Coroutine[Any, Any, None]]
 
 
-class Listener:
-    """Rank 0's port, which hands over each rank that knows the nonce, with its first message."""
+@dataclass(frozen=True)
+class RankReport(Message):
+    """Report of a rank: what it sees, or why it cannot take part: with `error` the rest is void."""
 
-    def __init__(self, nonce: str, arrived: Arrived) -> None:
+    rank: int
+    host: str
+    pid: int
+    error: str = ""
+    inventory: Inventory | None = None
+    fabric: Fabric = field(default_factory=Fabric)
+
+    @classmethod
+    def of(cls, agent: HostAgent, problem: HpcdaskError | None = None) -> RankReport:
+        """Look at an agent's node, unless there is a problem already."""
+        who = agent.rank.index, agent.host, own_process()
+        try:
+            if problem is not None:
+                raise problem
+            seen, fabric = agent.look()
+        except HpcdaskError as error:
+            return cls(*who, error=str(error))
+        return cls(*who, inventory=seen, fabric=fabric)
+
+
+@dataclass(frozen=True)
+class StartWorkers(Message):
+    scheduler: str
+    placements: list[WorkerPlacement]
+
+
+@dataclass(frozen=True)
+class EndRun(Message):
+    """Order to leave with this exit code; workers get `seconds` to close."""
+
+    code: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class WorkerFailed(Message):
+    """Failure of a worker to start; without a name, of all of the rank's."""
+
+    rank: int
+    name: str | None
+    error: str
+
+
+@dataclass(frozen=True)
+class EndSoon(Message):
+    """Order to log no more and, with `usage`, to tell what the GPUs did."""
+
+    usage: bool
+
+
+@dataclass(frozen=True)
+class SchedulerStarted(Message):
+    """Addresses of scheduler and dashboard, or the reason why there are none."""
+
+    address: str = ""
+    dashboard_host: str = ""
+    dashboard_port: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class WorkersChanged(Message):
+    """Names of workers that came, with their nannies' addresses, or went."""
+
+    came: dict[str, str]
+    gone: list[str]
+
+
+@dataclass(frozen=True)
+class WorkerWarm(Message):
+    found: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GpuUsageTold(Message):
+    """Use of the GPUs, in lines for the user; none where none was sampled."""
+
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class SchedulerClosed(Message):
+    """End of the scheduler in good order."""
+
+
+@dataclass(frozen=True)
+class RankLost:
+    rank: int
+
+
+@dataclass(frozen=True)
+class SchedulerLost:
+    """End of the scheduler's process that nobody asked for."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Error of a task that runs beside."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Elapsed:
+    """End of a time: of ``program``, ``loss``, ``files`` or ``no workers``."""
+
+    what: str
+
+
+class Events:
+    """The queue, and the tasks whose errors become events."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[object] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def put(self, event: object) -> None:
+        self._queue.put_nowait(event)
+
+    def put_later(self, seconds: float, what: str) -> None:
+        """Put `Elapsed` at the end after a while."""
+        asyncio.get_running_loop().call_later(seconds, self.put, Elapsed(what))
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine beside; what it raises becomes `Broken`."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.put(Broken(error))
+
+    async def get(self, deadline: float | None = None) -> object:
+        """Return the next event. Raises TimeoutError at a deadline of `time.monotonic`."""
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        async with asyncio.timeout(left):
+            return await self._queue.get()
+
+
+@dataclass(frozen=True)
+class RendezvousInfo(Record):
+    """Rank 0's note: addresses of its node, of which the first is tried first, and credentials."""
+
+    address: str
+    port: int
+    host: str
+    credentials: Credentials
+    others: list[str] = field(default_factory=list)
+
+
+class Rendezvous:
+    """Rank 0's note in a private folder that is named after the launch.
+
+    `launch_id` is of this launch alone: an earlier life of a requeued job has another. For the
+    ranks of one node the folder is in the temporary folder. With `shared` it is in the home folder,
+    or where Dask's configuration has ``hpcdask.shared-directory``.
+    """
+
+    def __init__(self, launch_id: str, *, shared: bool) -> None:
+        base = tempfile.gettempdir()
+        if shared:
+            base = dask.config.get("hpcdask.shared-directory", None) or os.path.expanduser("~")
+        name = f".hpcdask-{os.geteuid()}-{hashlib.sha256(launch_id.encode()).hexdigest()[:16]}"
+        self.folder = os.path.join(os.path.abspath(base), name)
+
+    @classmethod
+    def of(cls, rank: Rank) -> Rendezvous:
+        return cls(rank.launch_id, shared=not rank.one_node)
+
+    def publish(self, info: RendezvousInfo) -> None:
+        """Write the note, over that of a life that left one."""
+        text = json.dumps(info.to_json())
+        try:
+            private.make_folder(self.folder)
+            private.write_private(os.path.join(self.folder, NOTE), text)
+        except OSError as error:
+            raise LaunchError(
+                f"the ranks cannot meet in {self.folder}: {error.strerror}. It must be a place "
+                f"that all nodes share and you can write: set TMPDIR or HOME, or "
+                f"hpcdask.shared-directory in Dask's configuration"
+            ) from None
+
+    def fetch(self) -> RendezvousInfo | None:
+        """Return the note, or None while this launch has none."""
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):  # ESTALE, too
+            os.listdir(os.path.dirname(self.folder))  # makes NFS look again
+            text = private.read(os.path.join(self.folder, NOTE))
+            return RendezvousInfo.from_json(json.loads(text))
+        return None
+
+    def close(self) -> None:
+        private.remove(self.folder)
+
+
+class Listener:
+    """Rank 0's port, which hands over each rank, with its first message."""
+
+    def __init__(self, arrived: Arrived, credentials: Credentials | None = None) -> None:
         raise_descriptor_limit()
-        self._nonce, self._arrived = nonce, arrived
+        self._arrived, self._credentials = arrived, credentials or {}
         self._servers: list[asyncio.Server] = []
 
-    async def listen(self, host: str, context: ssl.SSLContext | None) -> int:
+    async def listen(self, host: str) -> int:
         """Listen on a free port of `host` and return its number."""
+        arguments = to_security(self._credentials).get_listen_args("scheduler")
         for sock in (sockets := netutil.bind_sockets(0, address=host)):
             server = await asyncio.start_server(
-                self._accept, sock=sock, ssl=context, limit=LINE_LIMIT, backlog=4096
+                self._accept,
+                sock=sock,
+                ssl=arguments["ssl_context"],
+                limit=LINE_LIMIT,
+                backlog=4096,
             )
             self._servers.append(server)
         return int(sockets[0].getsockname()[1])
 
+    async def publish(
+        self, rendezvous: Rendezvous, rank: Rank, host: str, others: Sequence[str] = ()
+    ) -> int:
+        """Listen, tell the other ranks where, and return the port; `others` are more addresses."""
+        everywhere = "::" if ":" in host else "0.0.0.0"
+        port = await self.listen(everywhere if others else host)
+        rendezvous.publish(RendezvousInfo(host, port, rank.host, self._credentials, [*others]))
+        return port
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = MessageStream(reader, writer)
-        shown = await channel.receive()
-        if shown is None or shown.get("nonce") != self._nonce:
-            channel.close()
-            return
         _notice_dead_peers(writer)
         report = await channel.receive()  # a rank may first wait for its GPU's driver
         if report is None:
             channel.close()
-            return
-        await self._arrived(report, channel)
+        else:
+            await self._arrived(report, channel)
 
     def close(self) -> None:
         """Stop listening; connections stay."""
@@ -74,77 +296,39 @@ class Listener:
             server.close()
 
 
-async def publish(
-    rank: Rank,
-    host: str,
-    credentials: Credentials,
-    rendezvous: Rendezvous,
-    arrived: Arrived,
-    others: Sequence[str] = (),
-) -> tuple[Listener, int]:
-    """Let the other ranks in, and tell them where; return the listener and its port.
-
-    `others` are further addresses of this node, which are tried where `host` does not answer.
-    """
-    nonce = secrets.token_hex(16)
-    listener = Listener(nonce, arrived)
-    everywhere = "::" if ":" in host else "0.0.0.0"
-    context = None
-    if credentials:
-        context = to_security(credentials).get_listen_args("scheduler")["ssl_context"]
-    port = await listener.listen(everywhere if others else host, context)
-    info = RendezvousInfo(host, port, rank.host, nonce, credentials, [*others])
-    rendezvous.publish(info)
-    return listener, port
-
-
 class Link:
-    """Rank 0's connections to the other ranks; their messages, arrivals and ends become events.
-
-    `reports` is by rank, with rank 0's own.
-    """
+    """Rank 0's connections to the others, whose messages, arrivals and ends become events."""
 
     def __init__(self, rank: Rank, events: Events) -> None:
         self.reports: dict[int, RankReport] = {}
         self._rank, self._events = rank, events
         self._channels: dict[int, MessageStream] = {}
-        self._listener: Listener | None = None
 
-    async def listen(self, host: str, credentials: Credentials, rendezvous: Rendezvous) -> None:
-        """Accept the other ranks, and tell them where."""
-        self._listener, _ = await publish(self._rank, host, credentials, rendezvous, self._serve)
-
-    def close(self) -> None:
-        """Accept no more ranks; connections stay."""
-        if self._listener is not None:
-            self._listener.close()
-
-    async def _serve(self, message: Json, channel: MessageStream) -> None:
+    async def serve(self, message: Json, channel: MessageStream) -> None:
         """Note a rank by its report, and listen to it until it is gone."""
-        report = RankReport.from_json(message)
-        self.reports[report.rank] = report
+        report = orders.read(message)
+        assert isinstance(report, RankReport)
         self._channels[report.rank] = channel
-        self._events.put(RankArrived(report.rank))
-        while (received := await channel.receive()) is not None:
-            self._events.put(orders.read(received))
+        self.note(report)
+        async for received in channel:
+            self._events.put(received)
         del self._channels[report.rank]
         self._events.put(RankLost(report.rank))
 
+    def note(self, report: RankReport) -> None:
+        """Note the arrival of a rank."""
+        self.reports[report.rank] = report
+        self._events.put(report)
+
     @property
     def complete(self) -> bool:
-        """Return whether all ranks have arrived."""
         return len(self.reports) == self._rank.size
 
-    @property
-    def missing(self) -> list[int]:
-        """Return the ranks that have not arrived."""
-        return sorted(set(range(self._rank.size)) - set(self.reports))
-
     def too_late(self, timeout: float) -> LaunchError:
-        """Return the error that says which ranks did not come."""
         there = by_host(report.host for report in self.reports.values())
+        missing = sorted(set(range(self._rank.size)) - set(self.reports))
         return LaunchError(
-            f"{numbered('rank', self.missing)} of {self._rank.size} did not arrive within "
+            f"{numbered('rank', missing)} of {self._rank.size} did not arrive within "
             f"{timeout:g} s (there are {there}). See what those ranks printed and whether they "
             f"reach {self._rank.host}, or allow more with --timeout"
         )
@@ -160,76 +344,58 @@ class Link:
         return found
 
     def name(self, index: int) -> str:
-        """Return the name of a rank for messages."""
         return f"rank {index} on {self.reports[index].host}"
 
+    def loss(self, event: RankLost | SchedulerLost | WorkerFailed) -> str:
+        """Return what the run lost, why as far as it is known, and where to look."""
+        match event:
+            case SchedulerLost():
+                return "the scheduler's process was killed: see whether the node ran out of memory"
+            case RankLost(rank):
+                return f"{self.name(rank)} is gone: it was killed or its node failed"
+            case WorkerFailed(rank, _, text):
+                return (
+                    f"a worker of {self.name(rank)} did not start: {text.rstrip('.')}. See its "
+                    f"lines above, and hpcdask doctor there"
+                )
+
     def send(self, index: int, message: orders.Message) -> None:
-        """Send a message to a rank, if it is there."""
         if index in self._channels:
-            self._channels[index].send(**message.to_json())
+            self._channels[index].send(message)
 
     def send_all(self, message: orders.Message) -> None:
-        """Send a message to all other ranks."""
         for index in self._channels:
             self.send(index, message)
 
     async def wait_for_departure(self, seconds: float) -> None:
-        """Wait until every other rank has left: a launcher reports the ranks that still live.
-
-        Ranks of this node are awaited a little longer, until the launcher has reaped them.
-        """
+        """Wait until the others have left, and here were reaped: a launcher reports who lives."""
         deadline = time.monotonic() + seconds
         while self._channels and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         reports = self.reports.items()
-        mates = [one.pid for index, one in reports if index and one.host == self._rank.host]
+        mates = [f"/proc/{r.pid}" for index, r in reports if index and r.host == self._rank.host]
         deadline = time.monotonic() + REAP_DEADLINE_S
-        while any(map(_exists, mates)) and time.monotonic() < deadline:  # noqa: ASYNC110
+        while any(map(os.path.exists, mates)) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.005)  # /proc has no events
 
 
-def _exists(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
-
-
-class Reached(NamedTuple):
-    """Rank 0, reached at an address that its note names; `failed` says why not at others."""
-
-    info: RendezvousInfo
-    channel: MessageStream
-    address: str
-    failed: dict[str, str]
-
-
 async def find_leader(
-    rank: Rank,
-    rendezvous: Rendezvous,
-    timeout: float,
-    unreachable: Callable[[RendezvousInfo, Mapping[str, str]], str],
-    *,
-    tls: bool = True,
-) -> Reached:
-    """Read notes until one leads to rank 0: a note may be left over from an earlier life.
+    rank: Rank, rendezvous: Rendezvous, timeout: float
+) -> tuple[RendezvousInfo, MessageStream, str, dict[str, str]]:
+    """Read notes until one leads to rank 0, or raise LaunchError: it may be of an earlier life.
 
-    Raises LaunchError after `timeout` seconds; where there was a note, `unreachable` says what is
-    wrong, by that and by address why it did not answer. With `tls`, a note has to have keys.
+    Return the note, the connection, its address, and why other addresses of the note failed.
     """
     deadline = time.monotonic() + timeout
     heard: RendezvousInfo | None = None
     failed: dict[str, str] = {}
     pause = 0.02
     while time.monotonic() < deadline:
-        info = rendezvous.fetch()
-        if info is not None:
-            if tls and not info.credentials:
-                raise LaunchError(
-                    "rank 0's note has no keys, though --no-tls is not among this rank's options: "
-                    "give all ranks the same options"
-                )
+        if (info := rendezvous.fetch()) is not None:
             heard, failed = info, {}
             for address in (info.address, *info.others):
                 try:
-                    return Reached(info, await _dial(info, address), address, failed)
+                    return info, await dial(info, address), address, failed
                 except TimeoutError:
                     failed[address] = f"no answer in {DIAL_DEADLINE_S:g} s"
                 except OSError as error:
@@ -244,27 +410,22 @@ async def find_leader(
             f"{me} heard nothing of rank 0 within {timeout:g} s. See that rank 0 starts, or allow "
             f"more with --timeout"
         )
-    raise LaunchError(f"{me} {unreachable(heard, failed)}")
+    tried = ", ".join(f"{address}:{heard.port}: {why}" for address, why in failed.items())
+    raise LaunchError(
+        f"{me} got no answer from rank 0 on {heard.host} within {timeout:g} s ({tried}): the note "
+        f"is stale, or the network between the nodes is closed. --interface chooses another network"
+    )
 
 
-async def _dial(info: RendezvousInfo, address: str) -> MessageStream:
-    context = None
-    if info.credentials:
-        arguments = to_security(info.credentials).get_connection_args("worker")
-        context = arguments["ssl_context"]
+async def dial(info: RendezvousInfo, address: str) -> MessageStream:
+    """Connect to rank 0. Raises OSError (ssl.SSLError and TimeoutError included)."""
+    arguments = to_security(info.credentials).get_connection_args("worker")
     async with asyncio.timeout(DIAL_DEADLINE_S):
-        return await connect_to_leader(address, info.port, context, info.nonce)
-
-
-async def connect_to_leader(
-    host: str, port: int, context: ssl.SSLContext | None, nonce: str
-) -> MessageStream:
-    """Connect to rank 0. Raises OSError (ssl.SSLError included) when that fails."""
-    reader, writer = await asyncio.open_connection(host, port, ssl=context, limit=LINE_LIMIT)
+        reader, writer = await asyncio.open_connection(
+            address, info.port, ssl=arguments["ssl_context"], limit=LINE_LIMIT
+        )
     _notice_dead_peers(writer)
-    channel = MessageStream(reader, writer)
-    channel.send(nonce=nonce)
-    return channel
+    return MessageStream(reader, writer)
 
 
 def _notice_dead_peers(writer: asyncio.StreamWriter) -> None:

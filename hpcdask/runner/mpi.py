@@ -7,12 +7,13 @@ import dataclasses
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
-from hpcdask.bootstrap.ranks import Rank, from_mpi
+from hpcdask.bootstrap.ranks import Rank
 from hpcdask.errors import LaunchError, MissingExtra
 from hpcdask.logs import complain
 
@@ -27,28 +28,36 @@ CANCEL_DEADLINE_S = 5.0
 
 
 def find_rank(rank: Rank | None, timeout: float) -> Rank:
-    """Return the rank; MPI is asked where the launcher says too little.
-
-    An MPI that does not start within `timeout` seconds ends this process. Raises LaunchError if MPI
-    cannot be started, or says something else than the launcher.
-    """
+    """Return the rank, asking MPI where the launcher says too little. Raises LaunchError."""
     if rank is not None and (rank.one_node or rank.launcher in SAME_ID):
         return rank
     with _deadline(timeout, rank):
-        found = _ask_mpi(rank)
-    if rank is None:
-        counts = [os.environ.get(name, "") for name in COUNTS]
-        started = max((int(count) for count in counts if count.isdigit()), default=1)
-        if found.size == 1 and started > 1:
-            raise mismatch(started, 1, found)
-        return found
-    if found.size != rank.size:
-        raise mismatch(rank.size, found.size, rank)
-    return dataclasses.replace(rank, launch_id=found.launch_id)
+        found = _start_and_ask_mpi(rank)
+    counts = [os.environ.get(name, "") for name in COUNTS]
+    started = max((int(count) for count in counts if count.isdigit()), default=1)
+    expected = rank.size if rank is not None else started
+    if found.size != expected and (rank is not None or found.size == 1):
+        told = "says that each is rank 0 of 1" if found.size == 1 else f"counts {found.size}"
+        raise LaunchError(
+            f"the launcher started {expected} ranks, but MPI {told}: the MPI of mpi4py is not the "
+            f"launcher's. {_plugin_hint(rank)}"
+        )
+    return found if rank is None else dataclasses.replace(rank, launch_id=found.launch_id)
 
 
-def _ask_mpi(rank: Rank | None) -> Rank:
-    """Return the rank with an id that all ranks of the launch have, and no other launch."""
+def ask_mpi() -> Rank:
+    """Return this process's rank in MPI's world, with a random id that rank 0 broadcasts."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    numbers = (world.rank, world.size, node.rank, node.size)
+    launch_id = world.bcast(os.urandom(12).hex() if world.rank == 0 else None, root=0)
+    node.Free()
+    return Rank(*numbers, socket.gethostname(), "mpi", launch_id)
+
+
+def _start_and_ask_mpi(rank: Rank | None) -> Rank:
     try:
         import mpi4py
 
@@ -62,17 +71,15 @@ def _ask_mpi(rank: Rank | None) -> Rank:
         raise LaunchError(
             f"mpi4py cannot load an MPI library: {text}. {_plugin_hint(rank)}"
         ) from None
-    found = from_mpi(MPI.COMM_WORLD)
+    found = ask_mpi()
     MPI.Finalize()  # it is not to outlive a rank
     return found
 
 
 @contextlib.contextmanager
 def _deadline(timeout: float, rank: Rank | None) -> Iterator[None]:
-    """End this process if the block takes longer.
-
-    MPI's calls cannot be interrupted and hold the interpreter's lock: a process watches, no thread.
-    """
+    """End this process, even in a call of MPI, if the block takes longer."""
+    # MPI's calls cannot be interrupted and hold the interpreter's lock: a process watches
     over, met = os.pipe()
     waiting, watcher = os.getpid(), os.fork()
     if watcher == 0:
@@ -91,15 +98,6 @@ def _deadline(timeout: float, rank: Rank | None) -> Iterator[None]:
     finally:
         os.close(met)
         os.waitpid(watcher, 0)
-
-
-def mismatch(expected: int, size: int, rank: Rank) -> LaunchError:
-    """Return the error for ranks that MPI and the launcher count differently."""
-    counts = "says that each is rank 0 of 1" if size == 1 else f"counts {size}"
-    return LaunchError(
-        f"the launcher started {expected} ranks, but MPI {counts}: the MPI of mpi4py is not the "
-        f"launcher's. {_plugin_hint(rank)}"
-    )
 
 
 def _plugin_hint(rank: Rank | None) -> str:

@@ -1,19 +1,22 @@
-"""Command line of python -m hpcdask.run."""
+"""Command line of python -m hpcdask.run, and the program that it names."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import stat
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import click
 
+from hpcdask.bootstrap.environment import wants_folders
 from hpcdask.errors import UsageError
 from hpcdask.spec.argv import make_command, options, read
 from hpcdask.spec.help import Option
 from hpcdask.spec.parsing import UNREAD
 from hpcdask.spec.specs import RunSpec
-
-from .program import Program
 
 HELP = """Run a Python program with a Dask cluster around it.
 
@@ -29,19 +32,33 @@ cluster stays up until it gets SIGTERM or Ctrl-C, or a client shuts it down.
 """
 
 
+#: Fields whose options the short help text shows.
+USUAL = (
+    "device",
+    "protocol",
+    "interface",
+    "nthreads",
+    "memory_limit",
+    "rmm_pool_size",
+    "local_directory",
+    "scheduler_file",
+    "timeout",
+    "workers_min",
+)
 #: What other tools call the number of workers.
 COUNTS = {"-n", "-np", "--np", "--n-workers", "--nworkers", "--num-workers", "--nprocs"}
 
 
 def command() -> click.Command:
-    """The command line, made from the fields of `RunSpec`."""
+    """Return the command line, made from the fields of `RunSpec`."""
     params = [
-        *options(RunSpec),
+        *options(RunSpec, USUAL),
         Option(
             ["-m", "module"],
             is_flag=True,
             help="The program is a module: -m package.module [args].",
             group="Start",
+            usual=True,
         ),
         click.Option(["--attached"], type=int, hidden=True),
         click.Argument(["program"], nargs=-1, type=click.UNPROCESSED),
@@ -49,7 +66,7 @@ def command() -> click.Command:
     # what follows the program's name belongs to the program
     example = "Example: srun python -m hpcdask.run script.py"
     settings = {"allow_interspersed_args": False}
-    return make_command("python -m hpcdask.run", HELP, params, epilog=example, **settings)
+    return make_command("hpcdask run", HELP, params, epilog=example, **settings)
 
 
 def _advise(error: click.UsageError) -> str:
@@ -63,10 +80,7 @@ def _advise(error: click.UsageError) -> str:
 
 
 def parse(argv: Sequence[str]) -> RunRequest:
-    """Read the command line.
-
-    Raises UsageError if an option or its value is not understood, and SystemExit after ``--help``.
-    """
+    """Read the command line. Raises UsageError, and SystemExit after ``--help``."""
     values = read(command(), argv, _advise)
     target, module, attached = values.pop("program"), values.pop("module"), values.pop("attached")
     if module and not target:
@@ -78,12 +92,66 @@ def parse(argv: Sequence[str]) -> RunRequest:
 
 @dataclass
 class RunRequest:
-    """Request of the command line to this rank.
-
-    `attached` is the file descriptor of a socket to the program that started this rank itself
-    (`hpcdask.Runner`), or None.
-    """
+    """Command line, read; `attached` is the socket to the program that started this rank."""
 
     spec: RunSpec
     program: Program | None = None
     attached: int | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """Script, folder or zip with ``__main__.py``, or with `is_module` (``-m``) a module's name."""
+
+    target: str
+    arguments: list[str] = field(default_factory=list)
+    is_module: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the program's name: ``/path/to/script.py``, ``-m package.module``."""
+        return f"-m {self.target}" if self.is_module else os.path.abspath(self.target)
+
+    def check(self) -> None:
+        """Raise UsageError unless the program exists and can be read."""
+        if self.is_module:
+            name = self.target.partition(".")[0]  # importing a package is for its own process
+            if not name or importlib.util.find_spec(name) is None:
+                raise UsageError(
+                    f"there is no module {name or self.target} in this environment: check its "
+                    f"name, or install it beside hpcdask ({sys.executable})"
+                )
+            return
+        if not os.path.exists(self.target):
+            raise UsageError(
+                f"the script {self.target} does not exist (looked in {os.getcwd()}). "
+                f"Check the path; on several nodes it must be on a shared file system"
+            )
+        if not os.access(self.target, os.R_OK):
+            raise UsageError(f"the script {self.target} cannot be read: check its permissions")
+
+    def set_path(self) -> None:
+        """Put first in sys.path what plain Python would: workers need it, too."""
+        import zipfile
+
+        target = self.target
+        if self.is_module:
+            folder = os.getcwd()
+        elif os.path.isdir(target) or (os.path.isfile(target) and zipfile.is_zipfile(target)):
+            folder = os.path.join(os.getcwd(), target)
+        else:  # a script, which may be a pipe
+            folder = os.path.dirname(os.path.realpath(target))
+        if not wants_folders() or folder in (*sys.path[:1], *sys.path[-1:]):
+            return
+        if self.is_module and os.stat(folder).st_mode & stat.S_IWOTH:
+            sys.path.append(folder)  # where anybody may put a module of any name
+        else:
+            sys.path.insert(0, folder)
+
+    def command(self) -> list[str]:
+        """Return the command that runs the program as plain Python does."""
+        flags = sys.orig_argv[1:]
+        if "-m" in flags:  # of ``python -u -m hpcdask.run``
+            flags = flags[: flags.index("-m")]
+        module = ["-m"] * self.is_module
+        return [sys.executable, *flags, *module, self.target, *self.arguments]

@@ -1,83 +1,120 @@
-"""The user's program, which runs as ``python script.py`` does."""
+"""Rank 0's hold on the user's program, and the files by which a run is found."""
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import os
-import stat
-import sys
-from dataclasses import dataclass, field
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
 
-from hpcdask.bootstrap.environment import wants_folders
-from hpcdask.errors import UsageError
+from hpcdask.bootstrap.orders import MessageStream, ProgramEnded, SignalProgram, StartProgram
+from hpcdask.client import scheduler_file
+from hpcdask.client.connect import program_variables
+from hpcdask.errors import SchedulerFileError
+from hpcdask.jobs.runs import RunNote
+from hpcdask.node.host_agent import HostAgent
+from hpcdask.queues.environment import job_id
+from hpcdask.security import private
+from hpcdask.security.credentials import Credentials
+
+from .link import Events
 
 
-@dataclass(frozen=True)
-class Program:
-    """Program to run: a script, a folder or zip with ``__main__.py``, or a module.
+class UserProgram:
+    """The program of a run: a child of the rank's own process, the one that started it, or none.
 
-    `target` is a path, or with `is_module` (``-m``) the dotted name.
+    `line` leads to the program that started this rank: its end is the program's.
     """
 
-    target: str
-    arguments: list[str] = field(default_factory=list)
-    is_module: bool = False
+    def __init__(
+        self, agent: HostAgent, events: Events, *, exists: bool, line: socket.socket | None
+    ) -> None:
+        self.exists = exists
+        self.attached = line is not None
+        self.waits = exists and line is None  # starts before the cluster is ready
+        self.runs = False
+        self._agent, self._events, self._line = agent, events, line
+        self._cluster: dict[str, Any] = {}
 
-    @property
-    def name(self) -> str:
-        """Return the program's name: ``/path/to/script.py``, ``-m package.module``."""
-        return f"-m {self.target}" if self.is_module else os.path.abspath(self.target)
+    def start(self, address: str, file: str, *, on_gpus: bool) -> None:
+        """Start the program while the workers come up; its first ``Client()`` waits for `ready`."""
+        self._cluster = {"address": address, "file": file, "on_gpus": on_gpus}
+        if self.waits:
+            self._agent.tell(StartProgram(program_variables(**self._cluster)))
 
-    def check(self) -> None:
-        """Find the program, before anything is started.
+    def note_start(self, pid: int) -> None:
+        """Note the process of a program that has started."""
+        self.runs = True
+        self._agent.note_parts({"program": pid})
 
-        Raises UsageError if it does not exist or cannot be read.
-        """
-        if self.is_module:
-            name = self.target.partition(".")[0]  # importing a package is for its own process
-            if not name or importlib.util.find_spec(name) is None:
-                raise UsageError(
-                    f"there is no module {name or self.target} in this environment: check its "
-                    f"name, or install it beside hpcdask ({sys.executable})"
-                )
-            return
-        if not os.path.exists(self.target):
-            raise UsageError(
-                f"the script {self.target} does not exist (looked in {os.getcwd()}). "
-                f"Check the path; on several nodes it must be on a shared file system"
-            )
-        if not os.access(self.target, os.R_OK):
-            raise UsageError(f"the script {self.target} cannot be read: check its permissions")
+    def ready(self) -> None:
+        """Tell the program that the cluster is ready."""
+        if self._line is not None:
+            self._events.start(self._attend(self._line))
+        elif self.exists:
+            scheduler_file.note(self._cluster["file"], ready=True)
 
-    def _is_script(self) -> bool:
-        """Return whether it is no folder and no archive: a pipe is a script, too."""
-        import zipfile
+    async def _attend(self, line: socket.socket) -> None:
+        channel = await MessageStream.over(line)
+        channel.send(**self._cluster)
+        while await channel.receive() is not None:
+            pass
+        self._events.put(ProgramEnded(0))
 
-        path = self.target
-        return not os.path.isdir(path) and not (os.path.isfile(path) and zipfile.is_zipfile(path))
+    def signal(self, number: int) -> None:
+        self._agent.tell(SignalProgram(number))
 
-    def set_path(self) -> None:
-        """Put first in sys.path what plain python would, which workers need too.
 
-        This process itself has `-P`: what it needs it does not take from there.
-        """
-        if self.is_module:
-            folder = os.getcwd()
-        elif self._is_script():
-            folder = os.path.dirname(os.path.realpath(self.target))
-        else:
-            folder = os.path.join(os.getcwd(), self.target)
-        if not wants_folders() or folder in (*sys.path[:1], *sys.path[-1:]):
-            return
-        if self.is_module and os.stat(folder).st_mode & stat.S_IWOTH:
-            sys.path.append(folder)  # where anybody may put a module of any name
-        else:
-            sys.path.insert(0, folder)
+class RunFiles:
+    """Files of a run: `own`, and `asked`, the one of ``--scheduler-file`` or ""."""
 
-    def command(self) -> list[str]:
-        """Return the command that runs the program as plain Python does."""
-        flags = sys.orig_argv[1:]
-        if "-m" in flags:  # of ``python -u -m hpcdask.run``
-            flags = flags[: flags.index("-m")]
-        module = ["-m"] * self.is_module
-        return [sys.executable, *flags, *module, self.target, *self.arguments]
+    def __init__(self, agent: HostAgent, asked: str | None, script: str) -> None:
+        self.own = os.path.join(agent.scratch, "scheduler.json")
+        self.asked = os.path.abspath(asked) if asked else ""
+        self._agent, self._script, self._program = agent, script, os.path.basename(script)
+        self._address = self._listed = ""
+        self._paths: list[str] = []
+        self._nannies: Mapping[str, str] | None = None
+
+    def write(self, path: str, address: str, credentials: Credentials, **facts: Any) -> None:
+        """Write `own`, by which the program waits until the run is ready, or `asked`."""
+        self._address = address
+        self._paths.append(path)
+        facts |= {"program": self._program, "script": self._script, "started": time.time()}
+        if path == self.asked:
+            self._agent.clean(path)
+            self._agent.clean(f"{path}.keys")
+        scheduler_file.write(path, address, credentials, job=job_id(), **facts)
+
+    def publish(self, nannies: Mapping[str, str]) -> None:
+        """List the run on this node and for `hpcdask list`."""
+        if self.asked:
+            note = RunNote.of_this(self.asked, self._address, self._program)
+            with contextlib.suppress(OSError):  # then it is not listed
+                note.write()
+                self._listed = str(note.path)
+        with contextlib.suppress(OSError):  # then it is found by its file only
+            link = os.path.join(private.node_folder(scheduler_file.RUNS), str(os.getpid()))
+            self._agent.clean(link)
+            private.remove(link)  # of a process that had this id
+            os.symlink(self.own, link)
+        self.note(nannies)
+
+    def note(self, nannies: Mapping[str, str]) -> None:
+        """Note the nannies of all workers by the workers' names."""
+        for path in self._paths if nannies != self._nannies else ():
+            with contextlib.suppress(OSError, SchedulerFileError):  # somebody has removed it
+                scheduler_file.note(path, doors=nannies, parts=self._agent.parts)
+        self._nannies = dict(nannies)
+
+    def unlist(self) -> None:
+        """Take the run off `hpcdask list`, which would else take it for one that was killed."""
+        if self._listed:
+            private.remove(self._listed)
+
+    def remove(self) -> None:
+        """Remove what lies outside of the rank's folder."""
+        if self.asked in self._paths:
+            scheduler_file.remove(self.asked, self._address)

@@ -1,8 +1,4 @@
-"""`Runner` and `initialize`, for programs that start on every rank themselves.
-
-Each rank's process starts (or becomes) a rank of the runner. Rank 0 goes on as the program; the
-others end when the cluster does.
-"""
+"""`Runner` and `initialize`: all ranks run the program, rank 0 goes on, the others end with it."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any, Unpack, get_type_hints
 
 from distributed import Security, default_client
@@ -28,14 +24,15 @@ from hpcdask.bootstrap.environment import interpreter
 from hpcdask.client.connect import configure_client, forget_client, load_security
 from hpcdask.errors import LaunchError, UsageError
 from hpcdask.logs import complain
-from hpcdask.node.profiling import WRITE_DEADLINE_S
 from hpcdask.process import signal_name
 from hpcdask.spec.argv import to_argv
 from hpcdask.spec.keywords import InitializeKeywords, RunKeywords
 from hpcdask.spec.signatures import Keyword, describe, spell_out
 from hpcdask.spec.specs import RunSpec, keywords_of
 
-#: Seconds that the ranks get to end after the program, beside those to write profiles.
+from . import mpi
+
+#: Seconds that the ranks get to end after the program.
 CLOSE_DEADLINE_S = 10.0
 
 
@@ -86,18 +83,10 @@ class Runner:
         self._line: socket.socket | None = None
 
     def start(self) -> bool:
-        """Start this rank's part.
-
-        Returns
-        -------
-        bool
-            True in rank 0, with the cluster ready. False in other ranks, when it has ended.
-        """
+        """Start this rank's part; return True in rank 0 with the cluster ready, False in others."""
         rank, environment = ranks.detect(), dict(os.environ)
         if _mpi_is_running():
-            from mpi4py import MPI
-
-            rank = ranks.from_mpi(MPI.COMM_WORLD)  # only this process may use it
+            rank = mpi.ask_mpi()  # only this process may use it
             environment[ranks.GIVEN] = rank.to_text()
         elif rank is None:
             raise LaunchError(
@@ -105,21 +94,22 @@ class Runner:
                 "mpi4py.MPI before hpcdask.Runner, or use python -m hpcdask.run"
             )
         command = [*interpreter(), "-m", "hpcdask.run", *to_argv(self.spec)]
+        pmi = os.environ.get("PMI_FD", "")  # the line to MPICH's launcher
+        pass_on = [int(pmi)] if pmi and os.path.exists(f"/proc/self/fd/{pmi}") else []
+
+        def start(*options: str, fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+            null = subprocess.DEVNULL
+            return subprocess.Popen(
+                [*command, *options], env=environment, pass_fds=[*fds, *pass_on], stdin=null
+            )
+
         if rank.index != 0:
             with _deaf_to_interrupts():  # Ctrl-C is for the program, in rank 0
-                self._process = subprocess.Popen(
-                    command, env=environment, pass_fds=_pmi(), stdin=subprocess.DEVNULL
-                )
-                self._code = _exit_code(self._process)
+                self._code = _exit_code(start())
             return False
         self._line, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [*command, "--attached", str(theirs.fileno())],
-                env=environment,
-                pass_fds=[theirs.fileno(), *_pmi()],
-                stdin=subprocess.DEVNULL,
-            )
+            self._process = start("--attached", str(theirs.fileno()), fds=[theirs.fileno()])
         atexit.register(self._close_at_exit)
         os.register_at_fork(after_in_child=self._forget)
         with self._line.makefile("r") as stream:
@@ -135,10 +125,7 @@ class Runner:
         return True
 
     def close(self) -> Awaitable[None]:
-        """End the cluster, and wait until all its ranks are gone.
-
-        In an event loop, such as that of `Client.shutdown`, await what it returns.
-        """
+        """End the cluster and wait for all its ranks; in an event loop, await what this returns."""
         if self._line is None or self._process is None:
             return NoOpAwaitable()
         self.status = Status.closed
@@ -147,13 +134,12 @@ class Runner:
         self._forget()
         forget_client()
         atexit.unregister(self._close_at_exit)
-        seconds = CLOSE_DEADLINE_S + WRITE_DEADLINE_S * (self.spec.profile != "none")
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            _end(self._process, seconds)
+            _end(self._process, CLOSE_DEADLINE_S)
             return NoOpAwaitable()
-        return asyncio.ensure_future(asyncio.to_thread(_end, self._process, seconds))
+        return asyncio.ensure_future(asyncio.to_thread(_end, self._process, CLOSE_DEADLINE_S))
 
     def _forget(self) -> None:
         """Close the line, also in a fork of the program, whose end is not the program's."""
@@ -202,21 +188,11 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int:
 
 
 def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for a rank's process, and kill it after some seconds."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _pmi() -> list[int]:
-    """The line to MPICH's launcher, whose number the environment tells to whoever is a rank."""
-    number = os.environ.get("PMI_FD", "")
-    with contextlib.suppress(OSError):
-        if number.isdigit() and os.fstat(int(number)):
-            return [int(number)]
-    return []
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""The scheduler's process: nothing but distributed's Scheduler, told what to do by the rank."""
+"""The scheduler: a process with nothing but distributed's, and rank 0's hold on it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 import warnings
@@ -10,26 +11,30 @@ from collections.abc import Callable
 from typing import Any
 
 from distributed import Scheduler
+from distributed.comm import get_address_host
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from hpcdask.bootstrap.orders import Message, MessageStream, read
+from hpcdask.bootstrap.orders import Message, MessageStream
+from hpcdask.bootstrap.supervisor import CONTEXT
 from hpcdask.client.defaults import send_at_once
 from hpcdask.comm.warmup import TOPIC
 from hpcdask.gpu.devices import start_nvml
 from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines
 from hpcdask.logs import set_log_level
-from hpcdask.process import make_observable, raise_descriptor_limit
+from hpcdask.process import make_observable
 from hpcdask.security import ports, webserver
-from hpcdask.security.credentials import to_security
-from hpcdask.upstream.dask import cull_by_layer
-from hpcdask.upstream.distributed import run_in_loop
+from hpcdask.security.credentials import Credentials, to_security
+from hpcdask.upstream.distributed import cull_by_layer, run_in_loop
 
-from . import protocol
-from .protocol import WorkersChanged, WorkerWarm
+from . import link
+from .link import Events, SchedulerLost, WorkersChanged, WorkerWarm
+
+#: Seconds in which it asks the workers what the GPUs did, and says so.
+USAGE_DEADLINE_S = 1.0
 
 
 class _WorkerReporter(SchedulerPlugin):
-    """Tells the rank which workers come and go, and which are warm."""
+    """Reporter to the rank of workers that come, go and are warm."""
 
     name = "hpcdask-census"
 
@@ -55,45 +60,28 @@ class _WorkerReporter(SchedulerPlugin):
             self._send(WorkerWarm(msg))
 
 
-def main(sock: socket.socket) -> None:
+def main(
+    sock: socket.socket, credentials: Credentials, port_range: str | None, options: dict[str, Any]
+) -> None:
     """Serve until the rank says so or is gone. Runs in a process of its own."""
     set_log_level()
-    raise_descriptor_limit()
     start_nvml()
     # A dashboard port that was asked for by number is checked before; the default one may move.
     warnings.filterwarnings("ignore", message="Port .* is already in use", category=UserWarning)
     # As the `dask scheduler` command does: a graph is many small objects, none of them garbage.
     gc.set_threshold(*(3 * count for count in gc.get_threshold()))
-    run_in_loop(_main(sock))
-
-
-async def _main(sock: socket.socket) -> None:
-    channel = await MessageStream.over(sock)
-
-    def send(message: Message) -> None:
-        channel.send(**message.to_json())
-
-    received = await channel.receive()
-    order = read(received) if received else None
-    if not isinstance(order, protocol.StartScheduler):  # the run has ended before
-        return
     make_observable()
-    ports.use(order.port_range)
+    ports.use(port_range)
+    run_in_loop(_main(sock, {"security": to_security(credentials), **options}))
+
+
+async def _main(sock: socket.socket, options: dict[str, Any]) -> None:
+    channel = await MessageStream.over(sock)
     try:
-        with webserver.without_proxy():
-            scheduler = Scheduler(
-                host=order.host,
-                interface=order.interface,
-                protocol=order.protocol,
-                port=0,
-                security=to_security(order.credentials),
-                dashboard=False,
-                local_directory=order.scratch,
-                dashboard_address=order.dashboard,
-            )
+        scheduler = Scheduler(port=0, dashboard=False, **options)
         webserver.guard(scheduler)
         webserver.add_lazy_dashboard(scheduler)
-        scheduler.add_plugin(_WorkerReporter(send))
+        scheduler.add_plugin(_WorkerReporter(channel.send))
         cull_by_layer()
         scheduler.add_plugin(GpuMonitor(scheduler))
         await scheduler
@@ -101,27 +89,88 @@ async def _main(sock: socket.socket) -> None:
         what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         advice = "See Dask's configuration (distributed.scheduler) and hpcdask doctor"
         text = f"the scheduler did not start: {what}. {advice} on {socket.gethostname()}"
-        send(protocol.SchedulerFailed(text))
+        channel.send(link.SchedulerStarted(error=text))
         await channel.flush()
         return
     server: Any = scheduler.http_server
-    send(protocol.SchedulerStarted(scheduler.address, server.address, server.port))
+    local = server.address == link.LOOPBACK
+    host = link.LOOPBACK if local else str(get_address_host(scheduler.address))
+    channel.send(link.SchedulerStarted(scheduler.address, host, server.port))
     told = asyncio.create_task(_obey(scheduler, channel))
     await scheduler.finished()
     told.cancel()
-    send(protocol.GpuUsageTold(usage_lines(scheduler)))
-    send(protocol.SchedulerClosed())
+    channel.send(link.GpuUsageTold(usage_lines(scheduler)))
+    channel.send(link.SchedulerClosed())
     await channel.flush()
 
 
 async def _obey(scheduler: Scheduler, channel: MessageStream) -> None:
-    while (received := await channel.receive()) is not None:
-        order = read(received)
+    async for order in channel:
         set_log_level("CRITICAL")
-        if isinstance(order, protocol.TellGpuUsage):
+        if isinstance(order, link.EndSoon) and order.usage:
             await refresh(scheduler)
-            channel.send(**protocol.GpuUsageTold(usage_lines(scheduler)).to_json())
-        if isinstance(order, protocol.CloseScheduler):
-            break
+            channel.send(link.GpuUsageTold(usage_lines(scheduler)))
     set_log_level("CRITICAL")
     await scheduler.close(reason="the run is over")
+
+
+class SchedulerProcess:
+    """Scheduler's process; its words become events, its end is one of two: closed or lost."""
+
+    def __init__(self, events: Events) -> None:
+        self.started = link.SchedulerStarted()
+        self.registered: set[str] = set()
+        self.nannies: dict[str, str] = {}
+        self._events = events
+        self._usage: list[str] = []
+        self._usage_told = asyncio.Event()
+        self._orders: MessageStream | None = None
+
+    async def start(self, credentials: Credentials, port_range: str | None, **options: Any) -> int:
+        """Start the process, with options of distributed's scheduler; return its id."""
+        line, theirs = socket.socketpair()
+        given = theirs, credentials, port_range, options
+        self._process = CONTEXT.Process(target=main, args=given, name="scheduler")
+        self._process.start()
+        theirs.close()
+        self._orders = await MessageStream.over(line)
+        self._events.start(self._listen(self._orders))
+        return self._process.pid or 0
+
+    async def _listen(self, channel: MessageStream) -> None:
+        """Turn what it tells into events, until its end."""
+        closed = False
+        async for message in channel:
+            match message:
+                case link.WorkersChanged(came, gone):
+                    self.registered.difference_update(gone)
+                    self.registered.update(came)
+                    self.nannies.update(came)
+                case link.GpuUsageTold(lines):
+                    self._usage = self._usage or lines
+                    self._usage_told.set()
+                case link.SchedulerStarted():
+                    self.started = message
+                case link.SchedulerClosed():
+                    closed = True
+            self._events.put(message)
+        self._usage_told.set()
+        if not closed:
+            self._events.put(SchedulerLost())
+
+    async def end_soon(self, *, on_device: bool) -> list[str]:
+        """Tell the scheduler to log no more; return lines on the GPUs, if it answers in time."""
+        if self._orders is not None:
+            self._orders.send(link.EndSoon(on_device))
+            if on_device and not self._usage_told.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(USAGE_DEADLINE_S):
+                        await self._usage_told.wait()
+        return self._usage
+
+    async def end(self) -> None:
+        """Close it; after a second, by force."""
+        if self._orders is not None:
+            self._orders.close()
+            await asyncio.to_thread(self._process.join, 1.0)
+            self._process.kill()

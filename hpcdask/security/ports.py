@@ -1,7 +1,4 @@
-"""Ports from a range, where a firewall lets no others through.
-
-All that this process listens on takes its port from there, unless a port was named.
-"""
+"""Ports from a range, where a firewall lets no others through."""
 
 from __future__ import annotations
 
@@ -14,18 +11,20 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from hpcdask.errors import ClusterError, UsageError
-from hpcdask.upstream import tornado as upstream
+from hpcdask.upstream import parts as upstream
 
 T = TypeVar("T")
-KEY = "hpcdask.port-range"
 #: Ports of a worker: its nanny's, its own, its http server's; with ucx also that of its listener,
 #: and one of UCX's own on each network.
 PER_WORKER, PER_UCX_WORKER = 3, 5
 #: Where the ranks meet, the scheduler's, the dashboard's.
 PER_SCHEDULER = 3
 NEEDS = f"Each worker needs {PER_WORKER}, with ucx {PER_UCX_WORKER} or more"
+WIDER = "give a wider --port-range (by default hpcdask.port-range of Dask's configuration)"
 
 _current: ContextVar[str | None] = ContextVar("port_range", default=None)
+#: Returns the range in use here, or None.
+current = _current.get
 
 
 def use(port_range: str | None) -> None:
@@ -37,8 +36,8 @@ def use(port_range: str | None) -> None:
 
 @contextlib.contextmanager
 def within(port_range: str | None) -> Iterator[None]:
-    """The same, inside of the block and for what is started there."""
-    before = _current.set(_current.get())
+    """Use a range inside of the block and for what is started there."""
+    before = _current.set(current())
     try:
         use(port_range)
         yield
@@ -46,22 +45,13 @@ def within(port_range: str | None) -> Iterator[None]:
         _current.reset(before)
 
 
-def current() -> str | None:
-    """The range in use here."""
-    return _current.get()
-
-
 def ports_of(port_range: str) -> range:
-    """The ports of ``"20000-20999"``."""
     first, last = map(int, port_range.split("-"))
     return range(first, last + 1)
 
 
 def choose(bind: Callable[[int], T], port_range: str | None = None) -> T:
-    """Call `bind` with ports of the range in random order until one is free; without one, with 0.
-
-    The range is the one in use, unless another is given. Raises ClusterError if all are taken.
-    """
+    """Call `bind` with ports of the range (by default the one in use), or 0, until one is free."""
     if (port_range := port_range or current()) is None:
         return bind(0)
     ports = ports_of(port_range)
@@ -74,22 +64,12 @@ def choose(bind: Callable[[int], T], port_range: str | None = None) -> T:
                 raise
     raise ClusterError(
         f"all {len(ports)} ports of {port_range} are taken on {socket.gethostname()}. {NEEDS}: "
-        f"give a wider range with {_named(port_range, '--port-range')}"
+        f"{WIDER}"
     )
 
 
-def _named(port_range: str, option: str) -> str:
-    """By what the user gave a range: the option, or a key of Dask's configuration."""
-    import dask.config
-
-    from hpcdask.upstream import configuration
-
-    configured = "".join(str(dask.config.get(KEY, None)).split()).replace(":", "-")
-    return configuration.named(KEY) if configured == port_range else option
-
-
 def check_free(port: int) -> None:
-    """Raise OSError if a port is taken, for who does not say so itself."""
+    """Raise OSError if a port is taken, for those who do not say so themselves."""
     with socket.socket() as probe:
         probe.bind(("", port))
 
@@ -103,14 +83,11 @@ def check_size(
     where: str,
     option: str = "--port-range",
 ) -> None:
-    """Raise UsageError if so many workers, and `more` ports beside theirs, are too many.
-
-    `option` is how a user gives the range who does not configure it.
-    """
+    """Raise UsageError if so many workers, and `more` ports beside theirs, are too many."""
     needed = workers * (PER_UCX_WORKER if ucx else PER_WORKER) + more
     if port_range is not None and needed > (size := len(ports_of(port_range))):
         raise UsageError(
-            f"{_named(port_range, option)}: {port_range} has {size} ports, and {workers} "
+            f"{option}: {port_range} has {size} ports, and {workers} "
             f"worker{'s' * (workers > 1)} {where} need at least {needed}. {NEEDS}, and the "
-            f"scheduler's node {PER_SCHEDULER} besides: give a wider range"
+            f"scheduler's node {PER_SCHEDULER} besides: {WIDER}"
         )

@@ -1,44 +1,31 @@
-"""The HTTP servers of scheduler and workers: small requests, no way to elsewhere.
-
-They have no password, so whoever reaches their port can send them anything.
-"""
+"""HTTP servers without a password: small requests, by the server's own names."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import importlib
 import ipaddress
 import re
 import socket
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import dask.config
-from distributed.http.routing import DirectoryHandler
 from tornado import web
 from tornado.httputil import HTTPServerRequest
-
-from hpcdask.upstream import distributed
 
 #: Bytes of a request's body, and of what is kept of a connection that is not read. No request that
 #: these servers answer has a body.
 BODY_NBYTES = 2**16
 #: Seconds for the headers of a request, the first or the next one, and for its body.
 REQUEST_S = 30.0
+#: Origins that Bokeh is to check.
+ORIGINS = "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin"
 #: distributed's routes from the dashboard to other HTTP servers, which may reach any port.
 PROXY = "distributed.http.proxy"
-_ROUTES = ("distributed.scheduler.http.routes", "distributed.worker.http.routes")
-_ORIGINS = "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin"
-
-
-@contextlib.contextmanager
-def without_proxy() -> Iterator[None]:
-    """Leave the proxy out of the HTTP servers that are made in this block."""
-    kept = {name: [one for one in dask.config.get(name) if one != PROXY] for name in _ROUTES}
-    with dask.config.set(kept):
-        yield
+_full_name = functools.cache(socket.getfqdn)
 
 
 def guard(server: Any) -> None:
@@ -50,149 +37,92 @@ def guard(server: Any) -> None:
     find = application.find_handler
 
     def find_handler(request: HTTPServerRequest, **kwargs: Any) -> Any:
-        if _is_of_another_site(request):
-            return application.get_handler_delegate(request, web.ErrorHandler, {"status_code": 403})
-        if (host := _host(request.headers.get("Host", ""))) not in _own_names(host):
-            return application.get_handler_delegate(request, StrangeName, {"host": host})
-        return find(request, **kwargs)
+        if _reason_against(request):
+            return application.get_handler_delegate(request, _Refusal)
+        found = find(request, **kwargs)
+        if found.handler_class.__module__ == PROXY:
+            return application.get_handler_delegate(request, web.ErrorHandler, {"status_code": 404})
+        return found
 
     application.find_handler = find_handler
 
 
-def _host(netloc: str) -> str:
-    with contextlib.suppress(ValueError):  # a bracket too many
-        return (urlsplit(f"//{netloc}").hostname or "").rstrip(".")
-    return "?"
-
-
-def _is_of_another_site(request: HTTPServerRequest) -> bool:
-    """Return whether a page of another site opens a websocket: browsers let it, and name the site.
-
-    A user who configured origins gets them; Bokeh checks those.
-    """
-    origin = request.headers.get("Origin")
-    if origin is None or request.headers.get("Upgrade", "").lower() != "websocket":
-        return False
-    if dask.config.get(_ORIGINS, ["*"]) != ["*"]:
-        return False
-    return urlsplit(origin).netloc.lower() != request.headers.get("Host", "").lower()
-
-
-def _own_names(host: str) -> set[str]:
-    """Return the names that this server answers to, with `host` where that cannot be a stranger's.
-
-    A page of another site may point its own name at this address (DNS rebinding), but cannot choose
-    an address. Proxies pass on their own names: those that are configured as origins, or any where
-    the dashboard's links go through Jupyter's proxy.
-    """
-    names = {"", "localhost", socket.gethostname().lower(), _full_name()}
-    names |= {_host(origin) for origin in dask.config.get(_ORIGINS, ["*"])}
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(host)
-        names.add(host)
-    if "/proxy/" in dask.config.get("distributed.dashboard.link", ""):
-        names.add(host)
-    return names
-
-
-@functools.cache
-def _full_name() -> str:
-    return socket.getfqdn().lower()
-
-
-class StrangeName(web.RequestHandler):
-    """Says which name was asked for, and how it becomes one of this server's."""
-
-    def initialize(self, host: str) -> None:
-        """Keep the name."""
-        self._host = host
+class _Refusal(web.RequestHandler):
+    """Answer 403 to a request, with the reason."""
 
     def prepare(self) -> None:
-        """Answer any request."""
         self.set_status(403)
         self.set_header("Content-Type", "text/plain")
-        self.finish(
-            f"{self._host} is none of the names of {socket.gethostname()}. If a proxy of yours has "
-            f"this name, list it in Dask's configuration before the cluster starts: {_ORIGINS}; "
-            f"for Jupyter's proxy, set distributed.dashboard.link to "
+        self.finish(_reason_against(self.request))
+
+
+def _reason_against(request: HTTPServerRequest) -> str:
+    """Return why a request is refused; empty if no page of another site can be behind it."""
+    netloc, origin = request.headers.get("Host", "").lower(), request.headers.get("Origin")
+    if not _is_own_name(host := _host(netloc)):
+        return (
+            f"{host} is none of the names of {socket.gethostname()}. If a proxy of yours has this "
+            f"name, list it in Dask's configuration before the cluster starts: {ORIGINS}; for "
+            f"Jupyter's proxy, set distributed.dashboard.link to "
             f"{{JUPYTERHUB_SERVICE_PREFIX}}/proxy/{{port}}/status\n"
         )
+    if origin is None or request.headers.get("Upgrade", "").lower() != "websocket":
+        return ""
+    # browsers let any page open a websocket; what the user allows, Bokeh checks
+    if dask.config.get(ORIGINS, ["*"]) != ["*"] or urlsplit(origin).netloc.lower() == netloc:
+        return ""
+    return "a page of another site asks for a websocket\n"
+
+
+def _host(netloc: str) -> str:
+    """Return the name or address in a Host header, "?" where it is none."""
+    found = re.fullmatch(r"\[([^\[\]]+)\](?::\d*)?|([^:\[\]]*)(?::\d*)?", netloc)
+    return (found[1] or found[2]).lower().rstrip(".") if found else "?"
+
+
+def _is_own_name(host: str) -> bool:
+    """Return whether a name or address cannot be that of a site which leads here.
+
+    A page of another site may point its own name here (DNS rebinding), but cannot choose an
+    address. Proxies pass on their own names: configured origins, or any with Jupyter's proxy.
+    """
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    if "/proxy/" in dask.config.get("distributed.dashboard.link", ""):
+        return True
+    configured = map(_host, dask.config.get(ORIGINS, ["*"]))
+    return host in {
+        "",
+        "localhost",
+        socket.gethostname().lower(),
+        _full_name().lower(),
+        *configured,
+    }
+
+
+def add_lazy_dashboard(scheduler: Any) -> None:
+    """Give a scheduler that was made without a dashboard one that loads at the first look."""
+    main = scheduler.http_application
+    if not main.applications:
+        main.add_application(web.Application([(r"/.*", LazyDashboard)], scheduler=scheduler))
 
 
 class LazyDashboard(web.RequestHandler):
-    """Loads Bokeh (half a second) when somebody first looks, not while workers start."""
+    """Dashboard that loads Bokeh (half a second) at the first look, not while workers start."""
 
-    def initialize(self, scheduler: Any) -> None:
-        """Keep whose dashboard it is."""
-        self._scheduler = scheduler
-
-    async def get(self, *args: str) -> None:
-        """Put the real dashboard in place of this handler, and send the browser there again."""
+    async def get(self) -> None:
+        """Put distributed's dashboard in the place of this one, and send the browser there."""
+        name = "distributed.dashboard.scheduler"
         try:
-            await load_dashboard(self._scheduler)
+            dashboard = await asyncio.to_thread(importlib.import_module, name)
         except ImportError:
             raise web.HTTPError(
                 404, reason="the dashboard needs bokeh: pip install bokeh"
             ) from None
+        scheduler = self.settings["scheduler"]
+        main = scheduler.http_application
+        if self.application in main.applications:  # else another request has put it there
+            main.applications.remove(self.application)
+            dashboard.connect(main, scheduler.http_server, scheduler, prefix="/")
         # two slashes would begin the name of another host
         self.redirect("/" + re.sub(r"^[/\\]+", "", self.request.uri or "status"))
-
-
-class Sitemap(DirectoryHandler):
-    """All pages, those of Bokeh as well: distributed's own fails with them (as of 2026.7)."""
-
-    def initialize(self, scheduler: Any) -> None:
-        """Keep whose pages they are."""
-        self._scheduler = scheduler
-
-    async def get(self) -> None:
-        """List them."""
-        with contextlib.suppress(ImportError):
-            await load_dashboard(self._scheduler)
-        paths: set[str] = set()
-        main = self._scheduler.http_application
-        for application in (main, *main.applications):
-            if hasattr(application, "app_paths"):
-                paths |= set(application.app_paths)
-            else:
-                paths |= distributed.paths(application.default_router)
-        self.write({"paths": sorted(paths)})
-
-
-def add_lazy_dashboard(scheduler: Any) -> None:
-    """Load the dashboard of a scheduler that was made without one at the first look."""
-    application = scheduler.http_application
-    if not any(hasattr(one, "app_paths") for one in application.applications):
-        lazy = web.Application([(r"/.*", LazyDashboard, {"scheduler": scheduler})])
-        application.add_application(lazy)
-    # before distributed's own, which knows every host's by a pattern
-    application.add_handlers(r".*\Z", [(r"/sitemap\.json", Sitemap, {"scheduler": scheduler})])
-    rules = application.default_router.rules
-    rules.insert(0, rules.pop(-2))
-
-
-async def load_dashboard(scheduler: Any) -> None:
-    """Put distributed's dashboard in the place of the lazy one.
-
-    Raises ImportError if there is no Bokeh that fits.
-    """
-    application = scheduler.http_application
-
-    def lazy() -> list[web.Application]:
-        return [
-            one
-            for one in application.applications
-            if any(rule.target is LazyDashboard for rule in one.wildcard_router.rules)
-        ]
-
-    if lazy():
-        await asyncio.get_running_loop().run_in_executor(None, _load_bokeh)
-    for one in lazy():
-        application.applications.remove(one)
-        from distributed.dashboard import scheduler as dashboard
-
-        dashboard.connect(application, scheduler.http_server, scheduler, prefix="/")
-
-
-def _load_bokeh() -> None:
-    import distributed.dashboard.scheduler  # noqa: F401

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpcdask.errors import UsageError
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def option_name(name: str) -> str:
-    """``memory_limit`` -> ``--memory-limit``."""
+    """Return the option of a field: ``memory_limit`` is ``--memory-limit``."""
     return "--" + name.replace("_", "-")
 
 
 def negative(option: str) -> str:
-    """``--tls`` -> ``--no-tls``; ``--enable-nvlink`` -> ``--disable-nvlink``."""
+    """Return the opposite option: ``--no-tls``, ``--disable-nvlink``."""
     if option.startswith("--enable-"):
         return option.replace("--enable-", "--disable-", 1)
     return option.replace("--", "--no-", 1)
 
 
 def to_argv(spec: Any) -> list[str]:
-    """Options that reproduce a spec's values where they differ from the defaults."""
+    """Return options that reproduce a spec's values where they differ from the defaults."""
     argv: list[str] = []
     for item in dataclasses.fields(spec):
         value = getattr(spec, item.name)
@@ -51,7 +51,7 @@ def to_argv(spec: Any) -> list[str]:
 def make_command(
     program: str, text: str, params: list[Any], epilog: str | None = None, **settings: Any
 ) -> click.Command:
-    """A command of hpcdask's with a help text, for `read`."""
+    """Make a command with a help text, for `read`."""
     from .help import GroupedCommand
 
     settings |= {"max_content_width": 100, "help_option_names": ["-h", "--help"]}
@@ -63,7 +63,7 @@ def make_command(
 def read(
     command: Any, argv: Sequence[str], advice: Callable[[Any], str] = lambda error: ""
 ) -> dict[str, Any]:
-    """The values on a command line.
+    """Return the values on a command line.
 
     Raises UsageError, in which `advice` may explain click's error, and SystemExit after ``--help``.
     """
@@ -79,14 +79,15 @@ def read(
         raise UsageError(advice(error) or usual) from None
 
 
-def options(cls: Any) -> list[Any]:
-    """The click options of a spec's fields, in their order."""
+def options(cls: Any, usual: Collection[str] = ()) -> list[Any]:
+    """Return the click options of a spec's fields, in their order; `usual` fields come first."""
     from .help import Option
 
     result = []
     for item in dataclasses.fields(cls):
         option, about = option_name(item.name), item.metadata
         given: dict[str, Any] = {"help": about["help"], "group": about["group"]}
+        given["usual"] = item.name in usual
         if about.get("flag"):
             option, given["default"] = f"{option}/{negative(option)}", item.default
         elif about.get("multiple"):

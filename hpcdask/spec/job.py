@@ -1,4 +1,4 @@
-"""JobSpec: what hpcdask.worker is asked; worker names."""
+"""Request of a job, and the names of its workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .specs import WorkerSpec
 class JobSpec:
     """Request of a job, from the command line and the environment.
 
-    `scheduler` is ``tls://HOST:PORT`` or ``tcp://HOST:PORT``. `keys` is the folder of the cluster's
+    `scheduler` is ``tls://HOST:PORT`` or ``tcp://HOST:PORT``. `keys` is the file of the cluster's
     credentials. `cluster`, its id or a group's, `job` and `restarts` are in the workers' names.
     `workers` is per node.
     """
@@ -25,18 +25,18 @@ class JobSpec:
     workers: int
 
     def names(self, node: int, nodes: int = 1) -> list[str]:
-        """Names of the workers on `nodes` nodes, from node number `node` on."""
+        """Return the names of the workers on `nodes` nodes, from node number `node` on."""
         numbers = range(node * self.workers, (node + nodes) * self.workers)
         return [worker_name(self.cluster, self.job, self.restarts, number) for number in numbers]
 
 
 def worker_name(cluster: str, job_id: str, restarts: int, number: int) -> str:
-    """Name of worker `number`, counted from 0 over all nodes of the job, in a life of the job."""
+    """Return the name of worker `number`, from 0 over all nodes, in a life of the job."""
     return f"{cluster}-{job_id}-{restarts}-{number}"
 
 
 def parse_worker_name(cluster: str, name: str) -> tuple[str, int, int] | None:
-    """Job id, restart count and number in a name of `worker_name`; None for other names."""
+    """Return job id, restart count and number of a `worker_name`; None for other names."""
     parts = name.removeprefix(f"{cluster}-").rsplit("-", 2)
     if not name.startswith(f"{cluster}-") or len(parts) != 3 or not parts[0]:
         return None

@@ -10,7 +10,6 @@ from typing import Literal, TypedDict
 
 Device = Literal["auto", "cuda", "cpu"]
 Protocol = Literal["auto", "tcp", "ucx"]
-Profile = Literal["none", "py-spy"]
 
 
 class WorkerKeywords(TypedDict, total=False):
@@ -35,8 +34,6 @@ class WorkerKeywords(TypedDict, total=False):
     lifetime_stagger: str | float | None
     lifetime_restart: bool | None
     death_timeout: str | float | None
-    profile: Profile | None
-    profile_folder: str | None
 
 
 class RunKeywords(WorkerKeywords, total=False):

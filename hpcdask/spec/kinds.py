@@ -10,7 +10,7 @@ AUTO = ("auto",)
 
 
 def kinds(groups: str | Iterable[str]) -> list[str]:
-    """``gpu`` or ``cpu`` of each rank of a node, in order; empty where each is what it sees."""
+    """Return ``gpu`` or ``cpu`` for each rank of a node; nothing where each is what it sees."""
     text = groups if isinstance(groups, str) else " ".join(groups)
     found = re.findall(r"\b(gpu|cpu):(\d{1,4})\b", text)
     return [kind for kind, count in found for _ in range(int(count))]

@@ -1,4 +1,4 @@
-"""Sizes, times, resources from text."""
+"""Sizes, times, ports and resources from text."""
 
 from __future__ import annotations
 
@@ -12,61 +12,65 @@ from hpcdask.errors import UsageError
 
 #: Bytes; an idle worker has some more.
 LEAST_MEMORY_LIMIT = 64 << 20
+#: Forms of an amount of memory.
+FORMS = "Accepted: 64GiB, 64GB, 512MiB, 8e9, a number of bytes"
 #: Ports that a user may listen on.
 LEAST_PORT, MOST_PORT = 1024, 65535
 
 
 def parse_memory(text: str | int | float | None, name: str) -> int | None:
-    """Bytes from ``"64GiB"``, ``"64e9"`` or a number; None from None, ``auto`` and the like.
+    """Return bytes from ``"64GiB"``, ``"64e9"`` or a number; None from None and ``auto``.
 
     Raises UsageError if the text is none of these; the message lists the accepted forms.
     """
     if text is None or text == "auto":
         return None
     try:
-        if isinstance(text, str) and not re.search(r"\d", text):
-            raise ValueError(text)  # parse_bytes takes "GiB" and "" for one
-        from dask.utils import parse_bytes  # which takes 0.1 s to import
-
-        value = int(parse_bytes(text))
-        # A fraction, which other tools take, would be 0: no limit.
-        if value < 0 or (value == 0 and re.search("[1-9]", str(text))):
-            raise ValueError(text)
-    except (ValueError, TypeError, AttributeError, OverflowError):
+        return _nbytes(text)
+    except ValueError:
         raise UsageError(
-            f"{name}: {text!r} is not an amount of memory. "
-            f"Accepted: 64GiB, 64GB, 512MiB, 8e9, a number of bytes, 0 (no limit), auto"
+            f"{name}: {text!r} is not an amount of memory. {FORMS}, 0 (no limit), auto"
         ) from None
-    return value
 
 
 def parse_device_memory(text: str | int | float | None, name: str) -> int | float | None:
-    """Bytes, 0, or a fraction of the worker's own device from ``0.8`` or ``80%``.
+    """Return bytes, 0, or a fraction of the worker's own device from ``0.8`` or ``80%``.
 
-    None from None and ``auto``.
+    None and ``auto`` give None.
     """
-    if text is None or text == "auto":
-        return None
+    if text in (None, "auto", "none"):
+        return 0 if text == "none" else None
+    number = 0.0
     percent = isinstance(text, str) and re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
-    try:
+    with contextlib.suppress(ValueError, TypeError):
         number = float(percent[1]) / 100 if percent else float(text)
-    except (ValueError, TypeError):
-        number = 0.0
     if 0 < number <= 1:
         return number
-    if text == "none":
-        return 0
     try:
         if percent or number % 1:  # more than the device, and no number of bytes
-            return parse_memory("", name)
-        return parse_memory(text, name)
-    except UsageError as error:
-        forms = str(error).partition(" is not ")[2]
+            raise ValueError(text)
+        return _nbytes(text)
+    except ValueError:
         raise UsageError(
-            f"{name}: {text!r} is not {forms}".replace(
-                "0 (no limit), auto", "a fraction of the device such as 0.8 or 80%, 0, auto"
-            )
+            f"{name}: {text!r} is not an amount of memory. {FORMS}, a fraction of the device such "
+            f"as 0.8 or 80%, 0, auto"
         ) from None
+
+
+def _nbytes(text: Any) -> int:
+    """Return bytes. Raises ValueError for anything else."""
+    if isinstance(text, str) and not re.search(r"\d", text):
+        raise ValueError(text)  # parse_bytes takes "GiB" and "" for one
+    from dask.utils import parse_bytes  # which takes 0.1 s to import
+
+    try:
+        value = int(parse_bytes(text))
+    except (TypeError, AttributeError, OverflowError):
+        raise ValueError(text) from None
+    # A fraction, which other tools take, would be 0: no limit.
+    if value < 0 or (value == 0 and re.search("[1-9]", str(text))):
+        raise ValueError(text)
+    return value
 
 
 def _parse_memory_limit(text: str | float | None, name: str) -> int | None:
@@ -80,7 +84,7 @@ def _parse_memory_limit(text: str | float | None, name: str) -> int | None:
 
 
 def parse_seconds(text: str | float | None, name: str) -> float | None:
-    """Seconds from ``"90s"``, ``"2 min"``, ``"1h30m"``, ``"00:30:00"`` or a number."""
+    """Return seconds from ``"90s"``, ``"2 min"``, ``"1h30m"``, ``"00:30:00"`` or a number."""
     if text is None or text == "none":
         return None
     try:
@@ -96,7 +100,7 @@ def parse_seconds(text: str | float | None, name: str) -> float | None:
 
 
 def parse_deadline(text: str | float, name: str) -> float:
-    """Seconds as in `parse_seconds`, of what must have a limit."""
+    """Return seconds as `parse_seconds` does, of what must have a limit."""
     if (value := parse_seconds(text, name)) is None:
         raise UsageError(f"{name}: it must be a time, such as 5min: nothing waits for ever")
     return value
@@ -119,7 +123,7 @@ def _seconds(text: str) -> float:
 
 
 def parse_resources(text: str | Mapping[str, float] | None, name: str) -> dict[str, float] | None:
-    """Worker resources from ``"GPU=2 MEM=10e9"`` (spaces or commas), as distributed takes them."""
+    """Return a worker's resources from ``"GPU=2 MEM=10e9"`` or ``"GPU=2,MEM=10e9"``."""
     if text is None:
         return None
     try:
@@ -144,7 +148,7 @@ UNREAD = "configured"
 
 
 def parse_port_range(text: str | None, name: str) -> str | None:
-    """``"20000-20999"``, also from ``"20000:20999"``.
+    """Return ``"20000-20999"``, also from ``"20000:20999"``.
 
     None stands for ``hpcdask.port-range`` of Dask's configuration, which mostly is not there, and
     `UNREAD` for None in a process that does not import Dask.
@@ -169,7 +173,7 @@ def parse_port_range(text: str | None, name: str) -> str | None:
 def parse_groups(
     value: str | Mapping[str, int] | tuple[str, ...] | None, name: str
 ) -> tuple[str, ...]:
-    """Groups as ``("gpu:4", "cpu:2")`` or ``("auto",)``, from ``"gpu:4 cpu:2"``."""
+    """Return groups as ``("gpu:4", "cpu:2")`` or ``("auto",)``, from ``"gpu:4 cpu:2"``."""
     words: Iterable[str] = value or ()
     if isinstance(value, Mapping):
         words = [f"{kind}:{count}" for kind, count in value.items()]

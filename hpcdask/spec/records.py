@@ -28,7 +28,7 @@ class Record:
 
 @functools.cache
 def _readers(record: type[Record]) -> dict[str, Reader]:
-    """By the fields of which JSON makes something else, how to read them."""
+    """Return readers of the fields of which JSON makes something else."""
     readers = {name: _reader(kind) for name, kind in typing.get_type_hints(record).items()}
     return {name: read for name, read in readers.items() if read is not None}
 

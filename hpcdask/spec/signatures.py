@@ -12,18 +12,12 @@ from typing import Any, Literal, NamedTuple, Union
 
 
 class Keyword(NamedTuple):
-    """A keyword: its type, a text on it, and what stands for a value that nobody gave."""
+    """Keyword: its type, a text on it, and what stands for a value that nobody gave."""
 
     name: str
     type: Any
     text: str
     default: Any = None
-
-
-def optional(keyword: Keyword) -> Keyword:
-    """The keyword, which takes None, too, for a value that nobody gave."""
-    takes = keyword.type if keyword.type is Any else keyword.type | None
-    return keyword._replace(type=takes, default=None)
 
 
 def spell_out(function: Callable[..., Any], keywords: Iterable[Keyword]) -> inspect.Signature:
@@ -44,7 +38,7 @@ def spell_out(function: Callable[..., Any], keywords: Iterable[Keyword]) -> insp
 
 
 def describe(doc: str | None, keywords: Iterable[Keyword]) -> str:
-    """A docstring in which keywords stand in the place of ``**keywords`` and its text."""
+    """Return a docstring with keywords in the place of ``**keywords`` and its text."""
     told = "".join(
         f"{one.name} : {_in_words(one.type)}\n"
         f"{textwrap.indent(textwrap.fill(one.text, 88), '    ')}\n"
@@ -56,7 +50,7 @@ def describe(doc: str | None, keywords: Iterable[Keyword]) -> str:
 
 
 def type_text(annotation: Any) -> str:
-    """An annotation as it is written, the same in every Python."""
+    """Return an annotation as it is written, the same in every Python."""
     if isinstance(annotation, str):
         return annotation
     if annotation is types.NoneType:
@@ -69,7 +63,7 @@ def type_text(annotation: Any) -> str:
 
 
 def _in_words(annotation: Any) -> str:
-    """A type as numpydoc has it: nothing is said of None, which is for what nobody gave."""
+    """Return a type as numpydoc writes it, without None, which stands for no value."""
     text = type_text(annotation).replace(" | None", "").replace("collections.abc.", "")
     text = re.sub(r"Literal\[(.*?)\]", r"{\1}", text)
     return re.sub(r"\b(list|Iterable)\[(\w+)\]", r"\1 of \2", text).replace(" | ", " or ")

@@ -16,7 +16,7 @@ from typing import Any, Self, get_type_hints
 from hpcdask.errors import UsageError
 
 from .argv import make_command, option_name, options, read, to_argv
-from .keywords import Device, Profile, Protocol, RunKeywords
+from .keywords import Device, Protocol, RunKeywords
 from .parsing import (
     UNREAD,
     _choice,
@@ -45,7 +45,6 @@ _worker = partial(_field, group="Workers")
 _memory = partial(_field, group="Memory")
 _network = partial(_field, group="Network")
 _start = partial(_field, group="Start")
-_profile = partial(_field, group="Profile")
 
 
 def _documented(cls: Any) -> Any:
@@ -186,17 +185,6 @@ class WorkerSpec:
         60.0, "A worker ends when it finds no scheduler for this time.", parse_seconds
     )
 
-    profile: Profile = _profile(
-        "none",
-        "Profile the workers: py-spy writes a flame graph of each.",
-        _choice("none", "py-spy"),
-    )
-    profile_folder: str | None = _profile(
-        None,
-        "Folder for the profiles. Default: hpcdask-profile in the current folder.",
-        metavar="FOLDER",
-    )
-
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             value = spec.metadata["parse"](getattr(self, spec.name), option_name(spec.name))
@@ -220,14 +208,11 @@ class WorkerSpec:
         return dataclasses.replace(self, port_range=ports)
 
     def all_resources(self, *, on_gpu: bool) -> dict[str, float]:
-        """The resources of a worker: one of its kind of device, and those asked for."""
+        """Return the resources of a worker: one of its kind of device, and those asked for."""
         return {"GPU" if on_gpu else "CPU": 1.0, **(self.resources or {})}
 
     def to_argv(self) -> list[str]:
-        """The options that give this spec again, as an argv list.
-
-        `from_argv` is the way back.
-        """
+        """Return the options that give this spec again, for `from_argv`."""
         return to_argv(self)
 
     @classmethod
@@ -240,7 +225,7 @@ class WorkerSpec:
 @_documented
 @dataclass(frozen=True)
 class RunSpec(WorkerSpec):
-    """A `WorkerSpec` and what the runner needs beside it.
+    """Run: a `WorkerSpec` and what the runner needs beside it.
 
     Parameters
     ----------

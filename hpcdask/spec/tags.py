@@ -15,6 +15,6 @@ def group_id(cluster: str, group: str) -> str:
 
 
 def parse_tag(tag: str) -> tuple[str, str]:
-    """Cluster and group of a job's tag."""
+    """Return cluster and group of a job's tag."""
     cluster, _, group = tag.removeprefix("hpcdask:").partition(".")
     return cluster, group

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpcdask.jobs.command import folder_option
+from hpcdask.spec.help import folder_option
 
 if TYPE_CHECKING:
     from hpcdask.jobs.logs import LogLine
@@ -31,7 +31,7 @@ def stacks(base: str | None, as_json: bool, name: str | None) -> None:
     That is: what program, scheduler and workers of a run or cluster do now, and what is most likely
     wrong.
 
-    NAME is a cluster's (hpcdask jobs), or the process id of a run's rank 0 on this node. FILE is
+    NAME is a cluster's (hpcdask list), or the process id of a run's rank 0 on this node. FILE is
     the run's scheduler file. Without either it is the only one that is there.
 
     It also works while the scheduler does not answer. The exit code is 1 if nothing of it could be

@@ -1,52 +1,43 @@
-"""Diagnosis: pure functions of what was seen, the surest first."""
+"""Diagnosis: pure functions of a report, the surest first."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from hpcdask.jobs.detached import HOLDERS
 from hpcdask.logs import natural, plural, some
-from hpcdask.node.observe import STOPPED, Frame, ProcessView
+from hpcdask.node.observe import STOPPED
 
-from .blocks import (
-    BUSY,
-    Block,
-    blocks,
-    duration,
-    is_waiting,
-    loop_thread,
-    main_thread,
-    place,
-)
+from .blocks import BUSY, Block, blocks, duration, is_waiting, loop_thread, main_thread, place
 from .look import Report
 
 #: Seconds after which a worker that the scheduler has not heard of is silent.
 SILENT_S = 30.0
-#: Functions that wait for a lock of Dask: frames' ends, seen in distributed 2026.7.
+#: Files with functions that wait for a lock of Dask, seen in distributed 2026.7.
 DASK_LOCKS = ("distributed/lock.py", "distributed/semaphore.py")
-#: What is to be said of who holds a lock.
-HELD = "Who holds it does not end, or waits for another one: take locks in one order"
-ROUND = "All that run wait, so each most likely holds what another wants: take locks in one order"
 #: Functions of Python that wait for a lock which has a frame of its own.
 LOCK_FUNCTIONS = ("acquire", "__enter__", "wait", "wait_for", "join", "get")
+#: Advice on locks and gangs.
+HELD = "Who holds it does not end, or waits for another one: take locks in one order"
+ROUND = "All that run wait, so each most likely holds what another wants: take locks in one order"
+EACH = "Every rank has to come to each barrier"
 
 
 def diagnose(report: Report) -> list[str]:
-    """Sentences, the most likely first; one at least."""
+    """Return sentences, the most likely first; one at least."""
     seen = blocks(report)
     found = [text for rule in RULES for text in rule(report, seen)]
-    return list(dict.fromkeys(found)) or list(_nothing(report, seen))
+    return list(dict.fromkeys(found)) or [_nothing(report, seen)]
 
 
 def _stopped(report: Report, seen: list[Block]) -> Iterator[str]:
     for worker in report.workers:
-        if worker.process.state and worker.process.state in STOPPED:
+        if worker.state == "stopped":
+            pid = worker.process.pid
             yield (
-                f"Worker {worker.name} is lost: its process {worker.process.pid} on "
-                f"{worker.host} is stopped, by SIGSTOP, a debugger or a suspended job. "
-                f"What needs it waits. "
-                f"Continue it: kill -CONT {worker.process.pid}"
+                f"Worker {worker.name} is lost: its process {pid} on {worker.host} is stopped, by "
+                f"SIGSTOP, a debugger or a suspended job. What needs it waits. "
+                f"Continue it: kill -CONT {pid}"
             )
     for name, process in report.parts.items():
         if process.state and process.state in STOPPED:
@@ -54,44 +45,37 @@ def _stopped(report: Report, seen: list[Block]) -> Iterator[str]:
 
 
 def _gone(report: Report, seen: list[Block]) -> Iterator[str]:
-    if gone := [worker.name for worker in report.workers if not worker.process.state]:
-        yield (
-            f"{_workers(gone)} lost: there is no process. See its end in the log; the nanny "
-            f"starts another, or has given up"
-        )
+    if gone := [worker.name for worker in report.workers if worker.state == "gone"]:
+        end = "See its end in the log; the nanny starts another, or has given up"
+        yield f"{_workers(gone)} lost: there is no process. {end}"
     for name, process in report.parts.items():
         if not process.state:
             yield f"The {name} is gone: there is no process {process.pid}"
-    known = (report.work or {}).get("workers", {})
-    for name in (one.removeprefix("worker ") for one in report.unreached):
-        if known.get(name, {}).get("silent_s", 0) > SILENT_S:
-            silent = duration(known[name]["silent_s"])
+    for name, one in report.known_workers.items():
+        if f"worker {name}" in report.unreached and one["silent_s"] > SILENT_S:
             yield (
-                f"Worker {name} is lost: neither its node {known[name]['host']} nor the worker "
-                f"has answered {silent}. See the node with the queue's commands"
+                f"Worker {name} is lost: neither its node {one['host']} nor the worker has "
+                f"answered {duration(one['silent_s'])}. See the node with the queue's commands"
             )
 
 
 def _gil(report: Report, seen: list[Block]) -> Iterator[str]:
     for block in seen:
-        held = [
-            worker
-            for worker in block.workers
-            if worker.work is None and worker.process.busy >= BUSY
-        ]
+        silent = [one for one in block.workers if one.state == "silent"]
+        held = [one.name for one in silent if one.process.busy >= BUSY]
         if held and block.frames:
             key = f" (Dask task {block.longest()[0]})" if block.keys else ""
             sure = "holds" if block.owns_gil else "most likely holds"
             yield (
-                f"{_workers([one.name for one in held])} in a loop of compiled code that {sure} "
-                f"Python's lock (the GIL): nothing else of the process can run, and it does not "
-                f"answer. It is called at {place(block.frames)}{key}"
+                f"{_workers(held)} in a loop of compiled code that {sure} Python's lock (the GIL): "
+                f"nothing else of the process can run, and it does not answer. It is called at "
+                f"{place(block.frames)}{key}"
             )
     for name, process in report.parts.items():
         thread = main_thread(process)
         if "scheduler" in report.unreached and process.busy >= BUSY and thread is not None:
-            held_by = next((one for one in process.threads if one.owns_gil), thread)
-            yield f"The {name} computes and does not answer, at {place(held_by.frames)}"
+            holder = next((one for one in process.threads if one.owns_gil), thread)
+            yield f"The {name} computes and does not answer, at {place(holder.frames)}"
 
 
 def _gangs(report: Report, seen: list[Block]) -> Iterator[str]:
@@ -99,63 +83,44 @@ def _gangs(report: Report, seen: list[Block]) -> Iterator[str]:
         size, names = gang["size"], list(gang["workers"])
         if not names:
             yield f"A gang of {size} waits for workers: fewer are free, and it starts when all are"
-            continue
-        if not gang["started"]:
-            if missing := [rank for rank in range(size) if rank not in gang["arrived"]]:
-                who = some(f"{rank} (worker {names[rank]})" for rank in missing)
-                yield f"A gang of {size} waits at its start for {_ranks(missing)} {who}"
-            continue  # else a rank failed meanwhile, and the gang is being ended
-        yield from _started(size, names, list(gang["calling"]), seen)
-    told = (report.work or {}).get("gangs")
-    if told is None and (ranks := [block for block in seen if block.in_gang]):
-        yield from _apart({place(one.frames): one.names for one in ranks}, "worker")
+        elif gang["started"]:
+            yield from _started(size, names, list(gang["calling"]), seen)
+        elif missing := [rank for rank in range(size) if rank not in gang["arrived"]]:
+            who = some(f"{rank} (worker {names[rank]})" for rank in missing)
+            yield f"A gang of {size} waits at its start for {_ranks(missing)} {who}"
+        # else a rank failed meanwhile, and the gang is being ended
 
 
 def _started(size: int, names: list[str], calling: list[int], seen: list[Block]) -> Iterator[str]:
-    """A gang whose function was called on all ranks."""
+    """Yield the fault of a gang whose function was called on all ranks."""
     places: dict[str, list[str]] = {}
     for block in seen:
         mine = [str(names.index(name)) for name in block.names if name in names]
         if block.in_gang and mine:
             places.setdefault(place(block.frames), []).extend(mine)
+    most = max(places, key=lambda one: len(places[one]), default="?")
     returned = [rank for rank in range(size) if rank not in calling]
     if returned and calling:
-        where = max(places, key=lambda one: len(places[one]), default="?")
         yield (
             f"A gang of {size} is in a dead-lock: {_ranks(returned)} {some(map(str, returned))} "
             f"returned, and {_ranks(calling)} {some(map(str, calling))} still "
-            f"wait{'s' * (len(calling) == 1)} at {where}. Every rank has to come to each barrier"
+            f"{_wait(len(calling))} at {most}. {EACH}"
         )
-        return
-    yield from _apart(places, "rank")
-
-
-def _apart(places: dict[str, list[str]], noun: str) -> Iterator[str]:
-    """The calls of a gang that stand where most do not."""
-    if not places:
-        return
-    most = max(places, key=lambda one: len(places[one]))
-    count = sum(map(len, places.values()))
-    if len(places) == 1:
+    elif len(places) == 1:
+        count = len(places[most])
         yield f"All {count} calls of a gang are at the same line, {most}: a message is missing"
-        return
-    others = "; ".join(
-        f"{noun}{'s' * (len(names) > 1)} {some(names)} at {where}"
-        for where, names in places.items()
-        if where != most
-    )
-    waiting = len(places[most])
-    yield (
-        f"A gang is in a dead-lock: {plural(waiting, noun)} wait{'s' * (waiting == 1)} "
-        f"at {most}, and others are elsewhere: {others}. Every rank has to come to each barrier"
-    )
+    elif places:
+        count = len(places.pop(most))
+        others = (f"{_ranks(one)} {some(one)} at {where}" for where, one in places.items())
+        yield (
+            f"A gang is in a dead-lock: {plural(count, 'rank')} {_wait(count)} at {most}, and "
+            f"others are elsewhere: {'; '.join(others)}. {EACH}"
+        )
 
 
 def _paused(report: Report, seen: list[Block]) -> Iterator[str]:
-    known = (report.work or {}).get("workers", {})
-    paused = {
-        worker.name for worker in report.workers if (worker.work or {}).get("status") == "paused"
-    } | {name for name, one in known.items() if one["status"] == "paused"}
+    paused = {name for name, one in report.known_workers.items() if one["status"] == "paused"}
+    paused |= {one.name for one in report.workers if one.state == "paused"}
     if paused:
         yield (
             f"{_workers(sorted(paused, key=natural))} full and paused: host memory is above the "
@@ -171,35 +136,24 @@ def _paused(report: Report, seen: list[Block]) -> Iterator[str]:
 
 def _locks(report: Report, seen: list[Block]) -> Iterator[str]:
     locks = (report.work or {}).get("locks", {})
-    waiting = [block for block in seen if block.frames and _lock_of(block) == "dask"]
+    running = [block for block in seen if block.frames]
+    waiting = [block for block in running if _lock_of(block) == "dask"]
     if waiting or locks:
-        count = sum(len(block.keys) or len(block.workers) for block in waiting)
-        which = some(
-            f"{name!r} ({one['waiting']} wait{'s' * (one['waiting'] == 1)})"
-            for name, one in locks.items()
-        )
+        count = sum(block.count for block in waiting)
+        names = (f"{n!r} ({one['waiting']} {_wait(one['waiting'])})" for n, one in locks.items())
+        which = f": {some(names)}" if locks else ""
         where = f" at {some((place(block.frames) for block in waiting), 3)}" if waiting else ""
-        yield (
-            f"{plural(count, 'Dask task')} wait{'s' * (count == 1)} for a "
-            f"lock of Dask{': ' * bool(which)}{which}"
-            f"{where}. {ROUND if _is_round(report, seen, waiting) else HELD}"
-        )
-    for block in seen:
-        if block.frames and _lock_of(block) == "python":
-            if any(one.process.busy >= BUSY for one in block.workers):
-                continue
-            count = len(block.keys) or len(block.workers)
+        held = sum(bool(one["held"]) for one in locks.values())
+        lost = any(name.startswith("worker ") for name in report.unreached)
+        advice = ROUND if held > 1 and not lost and waiting == running else HELD
+        tasks = plural(count, "Dask task")
+        yield f"{tasks} {_wait(count)} for a lock of Dask{which}{where}. {advice}"
+    for block in running:
+        if _lock_of(block) == "python" and not block.is_busy:
             yield (
-                f"{plural(count, 'Dask task')} on {some(block.names)} wait{'s' * (count == 1)} for "
-                f"a lock of the worker's process at {place(block.frames)}. {HELD}"
+                f"{plural(block.count, 'Dask task')} on {some(block.names)} {_wait(block.count)} "
+                f"for a lock of the worker's process at {place(block.frames)}. {HELD}"
             )
-
-
-def _is_round(report: Report, seen: list[Block], waiting: list[Block]) -> bool:
-    """Return whether all Dask tasks wait for locks of which several are held."""
-    held = [one for one in (report.work or {}).get("locks", {}).values() if one["held"]]
-    lost = any(name.startswith("worker ") for name in report.unreached)
-    return len(held) > 1 and not lost and waiting == [block for block in seen if block.frames]
 
 
 def _lock_of(block: Block) -> str:
@@ -218,86 +172,67 @@ def _lock_of(block: Block) -> str:
 
 def _silent(report: Report, seen: list[Block]) -> Iterator[str]:
     for block in seen:
-        idle = [
-            one.name
-            for one in block.workers
-            if one.work is None
-            and one.process.state
-            and one.process.state not in STOPPED
-            and one.process.busy < BUSY
-        ]
-        if idle:
+        silent = [one for one in block.workers if one.state == "silent"]
+        if idle := [one for one in silent if one.process.busy < BUSY]:
             where = f", at {place(block.frames)}" if block.frames else ""
-            disk = any(one.process.state == "D" for one in block.workers)
+            disk = any(one.process.state == "D" for one in idle)
             why = "waits for a file system or a driver" if disk else "waits in a blocking call"
-            yield f"{_workers(idle)} silent: the process {why} and does not answer{where}"
-    if "scheduler" in report.unreached:
-        for process in report.parts.values():
-            thread = loop_thread(process)
-            if thread is not None and not is_waiting(thread):
-                yield f"The scheduler's event loop does not answer: it is at {place(thread.frames)}"
+            who = _workers([one.name for one in idle])
+            yield f"{who} silent: the process {why} and does not answer{where}"
+    for process in report.parts.values() if "scheduler" in report.unreached else ():
+        thread = loop_thread(process)
+        if thread is not None and not is_waiting(thread):
+            yield f"The scheduler's event loop does not answer: it is at {place(thread.frames)}"
 
 
 def _unrunnable(report: Report, seen: list[Block]) -> Iterator[str]:
-    work = report.work or {}
-    if work and not work["workers"]:
+    if report.problem:
+        yield report.problem[0].upper() + report.problem[1:]
+    if report.work and not report.known_workers:
         jobs = f"its jobs are {report.jobs}. See" if report.jobs else "see"
-        yield f"The scheduler has no worker: {jobs} the queue (hpcdask jobs) and the logs"
-    elif keys := work.get("unrunnable"):
-        yield (
-            f"No worker may run these Dask tasks: {some(keys)}. They ask for resources or workers "
-            f"that are not there"
-        )
+        yield f"The scheduler has no worker: {jobs} the queue (hpcdask list --jobs) and the logs"
+    elif keys := (report.work or {}).get("unrunnable"):
+        they = "They ask for resources or workers that are not there"
+        yield f"No worker may run these Dask tasks: {some(keys)}. {they}"
 
 
 RULES: list[Callable[[Report, list[Block]], Iterator[str]]] = [
-    _stopped,
-    _gone,
-    _gil,
-    _gangs,
-    _paused,
-    _locks,
-    _silent,
-    _unrunnable,
+    *(_stopped, _gone, _gil, _gangs, _paused, _locks, _silent, _unrunnable),
 ]
 
 
-def _nothing(report: Report, seen: list[Block]) -> Iterator[str]:
-    """Where no rule finds anything: what takes longest, or the program."""
-    running = [block for block in seen if block.keys]
-    if running:
+def _nothing(report: Report, seen: list[Block]) -> str:
+    """Return the longest Dask task, or the line of the program, where no rule finds anything."""
+    if running := [block for block in seen if block.keys]:
         block = max(running, key=lambda one: one.longest()[1] or 0.0)
         key, seconds = block.longest()
-        busy = any(one.process.busy >= BUSY for one in block.workers)
-        yield (
+        return (
             f"Nothing is known to be wrong: Dask tasks run. The longest is {key}, "
-            f"{duration(seconds)}, {'computing' if busy else 'waiting'} at {place(block.frames)}"
+            f"{duration(seconds)}, {_does(block.is_busy)} at {place(block.frames)}"
         )
-        return
-    for name in ("program", *HOLDERS):
+    states = (report.work or {}).get("states", {})
+    for name in () if "processing" in states or "waiting" in states else ("program", *HOLDERS):
         process = report.parts.get(name)
-        if process and (thread := main_thread(process)) and not _in_flight(report):
+        if process and (thread := main_thread(process)):
             if name in HOLDERS and is_waiting(thread):
-                yield f"No Dask task runs, and nothing is wrong here: the {name} waits for work"
-                return
-            yield f"No Dask task runs: the {name} itself is at {_at(process, thread.frames)}"
-            return
-    yield "Nothing is known to be wrong"
+                return f"No Dask task runs, and nothing is wrong here: the {name} waits for work"
+            does = _does(process.busy >= BUSY)
+            return f"No Dask task runs: the {name} itself is at {place(thread.frames)}, {does}"
+    return "Nothing is known to be wrong"
 
 
-def _in_flight(report: Report) -> bool:
-    states: Counter[str] = Counter((report.work or {}).get("states", {}))
-    return bool(states["processing"] or states["waiting"])
+def _does(busy: bool) -> str:
+    return "computing" if busy else "waiting"
 
 
-def _at(process: ProcessView, frames: list[Frame]) -> str:
-    return f"{place(frames)}, {'computing' if process.busy >= BUSY else 'waiting'}"
+def _wait(count: int) -> str:
+    return "waits" if count == 1 else "wait"
 
 
-def _workers(names: list[str]) -> str:
+def _workers(names: Sequence[str]) -> str:
     several = len(names) > 1
     return f"Worker{'s' * several} {some(names)} {'are' if several else 'is'}"
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[object]) -> str:
     return "rank" if len(ranks) == 1 else "ranks"

@@ -1,11 +1,10 @@
-"""Reads all logs of a cluster or run as one, for hpcdask logs."""
+"""Reader of all logs of a cluster or run as one, for hpcdask logs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -16,11 +15,11 @@ from hpcdask.jobs.logs import ClusterLogs, LogLine, merged
 from hpcdask.jobs.state import WAITING, counts
 from hpcdask.node.nanny import LOGS
 
-from .look import AT_ONCE, NODE_S, Target, find
+from .look import AT_ONCE, NODE_S, Target, ask, find
 
 #: Time, node, worker, level and text.
 Record = tuple[float, str, str, str, str]
-#: Stands for the scheduler among the names of workers.
+#: Name of the scheduler among those of workers.
 SCHEDULER = "scheduler"
 
 
@@ -31,7 +30,7 @@ def reader_of(name: str | None, base: str | None) -> _Jobs | _Run:
         return _Jobs(exact[0])
     try:
         target = find(name, base)
-    except UsageError:  # one that is over has logs, too
+    except UsageError:  # a cluster that is over has logs, too
         if name and (ended := named(name, clusters)) is not None:
             return _Jobs(ended)
         raise
@@ -40,18 +39,18 @@ def reader_of(name: str | None, base: str | None) -> _Jobs | _Run:
 
 
 class _Jobs(ClusterLogs):
-    """The logs of a cluster of jobs."""
+    """Logs of a cluster of jobs."""
 
     silent: ClassVar[list[str]] = []  # files, which all answer
 
     @property
     def of(self) -> str:
-        """Whose logs they are."""
+        """Name of the cluster."""
         return f"cluster {self.folder.name}"
 
     def waiting(self) -> str:
-        """Return how many jobs wait, and for what; empty if none does."""
-        return counts(job for job in self.folder.reports().values() if job.state in WAITING)
+        """Return the number of jobs that wait, and for what; empty if none does."""
+        return counts(job for job in self.folder.report().jobs if job.state in WAITING)
 
     def goes_on(self) -> bool:
         """Return whether there may be more."""
@@ -59,81 +58,77 @@ class _Jobs(ClusterLogs):
 
 
 @dataclass
-class _Door:
-    """Position in a process's log: all until `since`, of later lines those `seen`."""
+class _Log:
+    """Log of a process: read entirely until `since`, and of later records those `seen`."""
 
     since: float = 0.0
     seen: set[Record] = field(default_factory=set)
 
-    def new(self, told: Iterable[Record], *, whole: bool) -> list[Record]:
-        """Those that were not seen yet. An answer that is not `whole` is asked for again."""
-        told = set(told)
-        new = told - self.seen
+    def new(self, records: set[Record], *, whole: bool) -> set[Record]:
+        """Return the records that were not seen yet; ask again for those not `whole`."""
+        new = records - self.seen
         if whole:
-            self.since = max((one[0] for one in told), default=self.since)
-        self.seen = {one for one in self.seen | told if one[0] >= self.since}
-        return sorted(new)
+            self.since = max((one[0] for one in records), default=self.since)
+        self.seen = {one for one in self.seen | records if one[0] >= self.since}
+        return new
 
 
 @dataclass
 class _Run:
-    """Logs that the processes of a run keep."""
+    """Logs that the processes of a run keep; `silent` are those that do not answer."""
 
     target: Target
     name: str | None
     base: str | None
     silent: list[str] = field(default_factory=list)
     _reached: int = 0
-    _doors: defaultdict[str, _Door] = field(default_factory=lambda: defaultdict(_Door))
+    _logs: defaultdict[str, _Log] = field(default_factory=lambda: defaultdict(_Log))
 
     @property
     def of(self) -> str:
-        """Whose logs they are."""
+        """Name of the run."""
         return self.target.name
 
     def waiting(self) -> str:
-        """All ranks of a run are there."""
+        """Return nothing: all ranks of a run are there."""
         return ""
 
     def goes_on(self) -> bool:
-        """Return whether it is still there; workers that came meanwhile are asked, too."""
+        """Return whether the run is still there, and find the workers that came meanwhile."""
         with contextlib.suppress(SchedulerFileError, UsageError):
             self.target = find(self.name, self.base)
         return self._reached > 0
 
     def read(self) -> list[LogLine]:
-        """Lines that are new, in order; `silent` has who does not answer."""
-        records = asyncio.run(self._ask())
-        return merged(_lines(*one) for one in sorted(records))
+        """Return the lines that are new, in order."""
+        return merged(_lines(*one) for one in sorted(asyncio.run(self._ask_all())))
 
-    async def _ask(self) -> list[Record]:
-        from distributed.core import rpc
-
+    async def _ask_all(self) -> set[Record]:
         room = asyncio.Semaphore(AT_ONCE)
-        args = self.target.security.get_connection_args("client")
+        processes = {SCHEDULER: self.target.address, **self.target.doors}
+        answers = await asyncio.gather(*(self._ask(*one, room) for one in processes.items()))
+        self.silent = [name for name, one in zip(processes, answers, strict=True) if one is None]
+        self._reached = len(processes) - len(self.silent)
+        return set().union(*filter(None, answers))
 
-        async def ask(name: str, address: str) -> list[Record] | None:
-            door = self._doors[address]
-            with contextlib.suppress(Exception):
-                async with room, asyncio.timeout(NODE_S), rpc(address, connection_args=args) as one:
-                    if name == SCHEDULER:
-                        lines = await one.get_logs(start=door.since, timestamps=True)
-                        told = {"node": self.target.host, "lines": lines, "whole": True}
-                    else:
-                        told = await getattr(one, LOGS)(start=door.since)
-                    records = [(at, told["node"], name, *rest) for at, *rest in told["lines"]]
-                    return door.new(records, whole=told["whole"])
+    async def _ask(self, name: str, address: str, room: asyncio.Semaphore) -> set[Record] | None:
+        """Return the new records of a process; None if it does not answer."""
+        log = self._logs[address]
+        start = {"start": log.since}
+        if name == SCHEDULER:
+            start["timestamps"] = True
+        operation = "get_logs" if name == SCHEDULER else LOGS
+        answer, problem = await ask(self.target, address, NODE_S, room, operation, **start)
+        if problem:
             return None
-
-        doors = {SCHEDULER: self.target.address, **self.target.doors}
-        answers = await asyncio.gather(*(ask(*one) for one in doors.items()))
-        self.silent = [name for name, one in zip(doors, answers, strict=True) if one is None]
-        self._reached = len(doors) - len(self.silent)
-        return [record for answer in answers for record in answer or ()]
+        if name == SCHEDULER:
+            answer = {"node": self.target.host, "lines": answer, "whole": True}
+        records = {(at, answer["node"], name, *rest) for at, *rest in answer["lines"]}
+        return log.new(records, whole=answer["whole"])
 
 
 def _lines(at: float, node: str, worker: str, level: str, text: str) -> list[LogLine]:
-    """A record, which may have several lines."""
+    """Return the lines of a record."""
     line = LogLine(at, node, worker, level, "")
     found = []
     for part in text.splitlines():

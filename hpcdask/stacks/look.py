@@ -1,4 +1,4 @@
-"""Finds a run or cluster, and asks all of it at once what it does: no part waits for another."""
+"""Search for a run or cluster, and questions to all of its parts: none waits for another."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Self
 
 from hpcdask.client import scheduler_file
@@ -19,26 +21,28 @@ from hpcdask.jobs.owner import Owner
 from hpcdask.jobs.state import counts
 from hpcdask.logs import natural
 from hpcdask.node.device_worker import LOOK
-from hpcdask.node.observe import ProcessView, observe
+from hpcdask.node.observe import STOPPED, Frame, ProcessView, observe
 from hpcdask.security import private
 from hpcdask.security.credentials import load_credentials, to_security
 
-from .script import Script
 from .snapshot import snapshot
 
 if TYPE_CHECKING:
     from distributed import Security
 
+#: Name that cloudpickle puts in place of the file's, seen in 3.1.3.
+NAMELESS = "<dynamic-code>"
 #: Seconds that the scheduler and a node have to answer, and how many nodes are asked at a time.
 SCHEDULER_S, NODE_S, AT_ONCE = 8.0, 30.0, 64
 
 
 @dataclass(frozen=True)
 class Target:
-    """A run or cluster: its scheduler, and its workers' nannies by the workers' names.
+    """Run or cluster: its scheduler, and its workers' nannies by the workers' names.
 
     `parts` are the processes of the program and scheduler, on `host`; `here`: that is this node.
-    `jobs` says how a cluster's jobs are. `script` is the path of a run's program.
+    `jobs` tells the states of a cluster's jobs, `problem` why workers do not come. `script` is the
+    path of a run's program.
     """
 
     name: str
@@ -50,40 +54,46 @@ class Target:
     here: bool
     jobs: str = ""
     script: str = ""
+    problem: str = ""
 
     @classmethod
     def of_file(cls, path: str, name: str = "") -> Self:
-        """Return what a scheduler file names. Raises SchedulerFileError."""
+        """Return the run of a scheduler file. Raises SchedulerFileError."""
         content = scheduler_file.read(path)
         own = content.get("hpcdask") or {}
-        keys = load_credentials(own["keys"]) if own.get("keys") else {}
         host = str(own.get("host", ""))
         return cls(
-            name or path,
-            content["address"],
-            own.get("doors") or {},
-            to_security(keys),
-            own.get("parts") or {},
-            host,
-            host == socket.gethostname(),
+            name=name or path,
+            address=content["address"],
+            doors=own.get("doors") or {},
+            security=to_security(load_credentials(own["keys"]) if own.get("keys") else {}),
+            parts=own.get("parts") or {},
+            host=host,
+            here=host == socket.gethostname(),
             script=str(own.get("script", "")),
         )
 
     @classmethod
     def of_cluster(cls, folder: ClusterFolder) -> Self:
-        """Return what a cluster's folder names. Raises SchedulerFileError without its keys."""
-        address, doors = folder.doors()
-        keys = load_credentials(str(folder.keys)) if folder.keys.is_dir() else {}
-        owner, this = folder.owner, Owner.this()
-        here = (owner.host, owner.space) == (this.host, this.space)
-        parts = {holder(folder): owner.pid}
-        jobs = counts(folder.reports().values())
-        return cls(folder.name, address, doors, to_security(keys), parts, owner.host, here, jobs)
+        """Return the cluster of a folder. Raises SchedulerFileError without its keys."""
+        known, owner, this = folder.report(), folder.owner, Owner.this()
+        keys = load_credentials(str(folder.keys)) if folder.keys.exists() else {}
+        return cls(
+            name=folder.name,
+            address=known.address,
+            doors=known.doors,
+            security=to_security(keys),
+            parts={holder(folder): owner.pid},
+            host=owner.host,
+            here=(owner.host, owner.space) == (this.host, this.space),
+            jobs=counts(known.jobs),
+            problem=known.problem,
+        )
 
 
 @dataclass(frozen=True)
 class WorkerLook:
-    """A worker as its node sees it; `work` is what it tells, or `problem` why it does not."""
+    """Worker as its node sees it; `work` is the worker's own answer, or `problem` its error."""
 
     name: str
     host: str
@@ -92,12 +102,19 @@ class WorkerLook:
     problem: str = ""
     gpu: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def state(self) -> str:
+        """State in a word: ``gone``, ``stopped``, ``silent``, or Dask's, such as ``running``."""
+        if not self.process.state or self.process.state in STOPPED:
+            return "stopped" if self.process.state else "gone"
+        return "silent" if self.work is None else str(self.work.get("status", ""))
+
 
 @dataclass(frozen=True)
 class Report:
-    """All that was seen; `unreached` says why the rest was not.
+    """Answers of all parts; `unreached` has the errors of parts that did not answer.
 
-    `work` is what the scheduler tells, or None. `jobs` says how a cluster's jobs are.
+    `work` is the scheduler's answer, or None. `jobs` and `problem` are those of `Target`.
     """
 
     name: str
@@ -107,13 +124,17 @@ class Report:
     parts: dict[str, ProcessView]
     unreached: dict[str, str]
     jobs: str = ""
+    problem: str = ""
 
-
-# Which
+    @property
+    def known_workers(self) -> Mapping[str, Any]:
+        """Scheduler's view of each worker; empty where it does not answer."""
+        known: Mapping[str, Any] = (self.work or {}).get("workers", {})
+        return known
 
 
 def find(name: str | None, base: str | None = None) -> Target:
-    """The run or cluster of a name: a scheduler file, a cluster, or a run's process id.
+    """Return the run or cluster of a name: a scheduler file, a cluster, or a run's process id.
 
     Without a name the only one that is there. Raises UsageError or SchedulerFileError.
     """
@@ -148,7 +169,7 @@ def find(name: str | None, base: str | None = None) -> Target:
 
 
 def _runs_here() -> dict[str, tuple[str, str]]:
-    """The runs whose rank 0 is on this node, by its process id: file, and what runs since when."""
+    """Return the runs whose rank 0 is here, by its process id: file, and program with its start."""
     found = {}
     with contextlib.suppress(OSError):
         folder = private.node_folder(scheduler_file.RUNS)
@@ -163,26 +184,25 @@ def _runs_here() -> dict[str, tuple[str, str]]:
     return found
 
 
-# What it does
-
-
 async def look(target: Target) -> Report:
-    """Ask scheduler and nodes, and look at what is on this one; ends by its deadlines."""
-    room = asyncio.Semaphore(AT_ONCE)
-    args = target.security.get_connection_args("client")
-    work, answers = await asyncio.gather(
-        _ask_scheduler(target.address, args),
-        asyncio.gather(*(_ask_node(door, args, room) for door in target.doors.values())),
+    """Return the answers of scheduler and nodes, and the processes on this one, in time."""
+    from distributed.protocol.pickle import dumps
+
+    room, script = asyncio.Semaphore(AT_ONCE), Script(target.script)
+    call = {"function": dumps(snapshot), "args": dumps(()), "kwargs": dumps({}), "wait": True}
+    (work, problem), *answers = await asyncio.gather(
+        ask(target, target.address, SCHEDULER_S, room, "run_function", **call),
+        *(ask(target, door, NODE_S, room, LOOK) for door in target.doors.values()),
     )
-    script = Script(target.script)
+    if work and work["status"] != "OK":
+        problem = f"it could not tell: {work.get('text', work['status'])}"
     unreached: dict[str, str] = {}
     workers: list[WorkerLook] = []
     parts: dict[str, ProcessView] = {}
-    for name, answer in sorted(
-        zip(target.doors, answers, strict=True), key=lambda one: natural(one[0])
-    ):
-        if isinstance(answer, str):
-            unreached[f"worker {name}"] = answer
+    found = zip(target.doors, answers, strict=True)
+    for name, (answer, error) in sorted(found, key=lambda one: natural(one[0])):
+        if error:
+            unreached[f"worker {name}"] = error
             continue
         process = script.named(ProcessView.from_json(answer["worker"]))
         told = {one: answer[one] for one in ("name", "host", "work", "problem", "gpu")}
@@ -193,45 +213,70 @@ async def look(target: Target) -> Report:
             parts[part] = await asyncio.to_thread(observe, pid)
         elif part not in parts:
             unreached[part] = f"it is process {pid} on {target.host}. There: hpcdask stacks"
-    if isinstance(work, str):
-        unreached["scheduler"] = work
-    told_work = None if isinstance(work, str) else work
-    return Report(target.name, target.host, told_work, workers, parts, unreached, target.jobs)
+    if problem:
+        unreached["scheduler"] = problem
+    return Report(
+        name=target.name,
+        host=target.host,
+        work=None if problem else work["result"],
+        workers=workers,
+        parts=parts,
+        unreached=unreached,
+        jobs=target.jobs,
+        problem=target.problem,
+    )
 
 
-async def _ask_scheduler(address: str, args: Mapping[str, Any]) -> dict[str, Any] | str:
+async def ask(
+    target: Target,
+    address: str,
+    deadline_s: float,
+    room: asyncio.Semaphore,
+    operation: str,
+    **arguments: Any,
+) -> tuple[Any, str]:
+    """Return the answer of a process of the target, and the error if there is none."""
     from distributed.core import rpc
-    from distributed.protocol.pickle import dumps
 
     if not address:
-        return "no worker has registered yet"
+        return None, "its address is not known yet"
+    args = target.security.get_connection_args("client")
     try:
-        async with asyncio.timeout(SCHEDULER_S), rpc(address, connection_args=args) as scheduler:
-            call = {"function": snapshot, "args": (), "kwargs": {}}
-            pickled = {name: dumps(value) for name, value in call.items()}
-            answer = await scheduler.run_function(**pickled, wait=True)
+        async with room, asyncio.timeout(deadline_s), rpc(address, connection_args=args) as peer:
+            return await getattr(peer, operation)(**arguments), ""
     except TimeoutError:
-        return f"no answer within {SCHEDULER_S:g} s from {address}"
-    except OSError as error:
-        return root_cause(error)
-    if answer["status"] != "OK":
-        return f"it could not tell: {answer.get('text', answer['status'])}"
-    result: dict[str, Any] = answer["result"]
-    return result
-
-
-async def _ask_node(
-    door: str, args: Mapping[str, Any], room: asyncio.Semaphore
-) -> dict[str, Any] | str:
-    from distributed.core import rpc
-
-    if not door:
-        return "it has no nanny"
-    try:
-        async with room, asyncio.timeout(NODE_S), rpc(door, connection_args=args) as nanny:
-            answer: dict[str, Any] = await getattr(nanny, LOOK)()
-            return answer
-    except TimeoutError:
-        return f"its node has not answered at {door} for {NODE_S:g} s"
+        return None, f"no answer within {deadline_s:g} s from {address}"
     except Exception as error:
-        return f"its node does not answer at {door}: {root_cause(error)}"
+        return None, f"no answer from {address}: {root_cause(error)}"
+
+
+class Script:
+    """Functions of a script with their lines; none of a script that cannot be read here."""
+
+    def __init__(self, path: str) -> None:
+        self.name = os.path.basename(path)
+        self._lines: list[str] = []
+        self._functions: set[tuple[str, int | None]] = set()
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            text = Path(path).read_text()
+            self._functions = set(_functions(compile(text, path, "exec", dont_inherit=True)))
+            self._lines = text.split("\n")
+
+    def named(self, process: ProcessView) -> ProcessView:
+        """Return a process with this script's name and lines in its frames."""
+        threads = [
+            replace(one, frames=list(map(self._name, one.frames))) for one in process.threads
+        ]
+        return replace(process, threads=threads)
+
+    def _name(self, frame: Frame) -> Frame:
+        if frame.file != NAMELESS or (frame.function, frame.line) not in self._functions:
+            return frame
+        return replace(frame, file=self.name, text=self._lines[frame.line - 1].strip()[:120])
+
+
+def _functions(code: CodeType) -> Iterator[tuple[str, int | None]]:
+    yield from ((code.co_name, line) for _, _, line in code.co_lines())
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _functions(inner)

@@ -1,7 +1,8 @@
-"""Snapshot of the scheduler's work: taken in its event loop, so only where that answers."""
+"""Snapshot of the scheduler's work, taken in its event loop, so only where that answers."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from distributed import Scheduler
@@ -9,16 +10,23 @@ from distributed.metrics import time
 
 from hpcdask.client import gang_scheduler
 
-#: How many Dask tasks that wait are told of.
+#: Number of Dask tasks that are listed.
 MOST = 10
 
 
 def snapshot(dask_scheduler: Scheduler) -> dict[str, Any]:
-    """Workers, Dask tasks, locks and gangs, as plain values; seconds are until now."""
+    """Return workers, Dask tasks, locks and gangs, as plain values; seconds are until now."""
     now = time()
+    states: Counter[str] = Counter()
+    for prefix in dask_scheduler.task_prefixes.values():
+        states.update(prefix.states)
     return {
         "workers": {str(ws.name): _worker(ws, now) for ws in dask_scheduler.workers.values()},
-        "states": _states(dask_scheduler),
+        "states": {
+            state: count
+            for state, count in states.items()
+            if count and state not in ("released", "forgotten")
+        },
         "unrunnable": [str(ts.key) for ts in list(dask_scheduler.unrunnable)[:MOST]],
         "waiting": _waiting(dask_scheduler),
         "locks": _locks(dask_scheduler),
@@ -39,17 +47,8 @@ def _worker(ws: Any, now: float) -> dict[str, Any]:
     }
 
 
-def _states(scheduler: Scheduler) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for prefix in scheduler.task_prefixes.values():
-        for state, count in prefix.states.items():
-            if count and state not in ("released", "forgotten"):
-                counts[state] = counts.get(state, 0) + count
-    return counts
-
-
 def _waiting(scheduler: Scheduler) -> dict[str, list[str]]:
-    """Some Dask tasks that wait, and what for."""
+    """Return some Dask tasks that wait for running ones, with these."""
     found: dict[str, list[str]] = {}
     for ts in scheduler.tasks.values():
         waits = ts.waiting_on or ()
@@ -61,7 +60,7 @@ def _waiting(scheduler: Scheduler) -> dict[str, list[str]]:
 
 
 def _locks(scheduler: Scheduler) -> dict[str, dict[str, int]]:
-    """Locks and semaphores of Dask for which somebody waits; seen in distributed 2026.7."""
+    """Return Dask's locks and semaphores that are waited for; seen in distributed 2026.7."""
     semaphores: Any = scheduler.extensions.get("semaphores")
     pending = dict(semaphores.metrics["pending"]) if semaphores else {}
     return {

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import dataclasses
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import dask.config
 
-from hpcdask.clusters import configuration
+from hpcdask.clusters.configuration import import_job_class, read_section
+from hpcdask.clusters.keywords import job_keywords
+from hpcdask.clusters.options import NO_MEMORY, JobOptions, read_job_options
 from hpcdask.errors import QueueError, Refused, UsageError
 from hpcdask.jobs.folder import BATCH, base_path
 from hpcdask.jobs.owner import check_owned
-from hpcdask.queues.base import Queue, Request
+from hpcdask.process import umask
+from hpcdask.queues.base import Queue
 from hpcdask.queues.registry import batch_systems, queue_class
 from hpcdask.security.private import make_folders, write_private
 
-from . import header
 from .request import BatchRequest
 
 
@@ -43,11 +46,11 @@ class Batch:
     queue: Queue
     label: str
     logs: str
-    text: str
+    text: str = ""
 
     @property
     def tag(self) -> str:
-        """Tag by which `hpcdask jobs` knows the job."""
+        """Return the tag by which `hpcdask list --jobs` knows the job."""
         return f"hpcdask:{BATCH}{self.label}"
 
     def log(self, job_id: str) -> Path:
@@ -87,12 +90,10 @@ class Batch:
             (job_id,) = await self.queue.submit(str(script), 1)
         except Refused:
             raise
-        except QueueError:
-            # the command may have been slow only in saying so
-            try:
+        except QueueError:  # the command may have been slow only in saying so
+            tags: dict[str, str] = {}
+            with contextlib.suppress(QueueError):
                 tags = await self.queue.tagged()
-            except QueueError:
-                tags = {}
             found = [job for job, tag in tags.items() if tag == self.tag]
             if len(found) != 1:
                 raise
@@ -106,31 +107,59 @@ async def prepare(system: str, asked: BatchRequest) -> Batch:
     Raises UsageError if the system, a name in `hpcdask.queues.registry`, cannot express it.
     """
     queue = queue_class(system)()
-    settings = await header.read(queue, asked)
-    logs = configuration.log_directory({}, queue.jobqueue[0]) or asked.folder
-    batch = Batch(queue, asked.label(), logs, "")
-    request = Request(
-        name=asked.name,
-        tag=batch.tag,
-        folder=logs,
-        gpus=0 if settings.gpus_in_header else settings.gpus,
-        cores=asked.cores,
-        memory=asked.memory or 0,
-        alone=True,
-    )
-    launch = _launch_lines(queue, asked, settings.python)
-    batch.text = queue.script(settings.job, request, _preamble(batch, asked), "\n".join(launch))
+    options = await _job_options(queue, asked)
+    configured = dask.config.get(f"jobqueue.{queue.jobqueue[0]}.log-directory", None)
+    logs = asked.folder if configured is None else str(base_path(configured))
+    batch = Batch(queue, asked.label(), logs)
+    request = options.request(batch.tag, logs, alone=True)
+    preamble, launch = _preamble(batch, asked), _launch_lines(queue, asked, options.python)
+    batch.text = queue.script(options.job, request, preamble, "\n".join(launch))
     return batch
 
 
+async def _job_options(queue: Queue, asked: BatchRequest) -> JobOptions:
+    """Return the whole allocation as one job of dask-jobqueue, whose class writes the header."""
+    site = read_section(queue.jobqueue)
+    # a directive may have been pasted with its prefix
+    bare = [line.strip().removeprefix(queue.prefix).strip() for line in asked.directives]
+    asked = dataclasses.replace(asked, directives=tuple(bare))
+    # GPUs in the configuration are those of a worker's job
+    configured = map(str, site.get("job-extra-directives") or ())
+    directives = [line for line in configured if queue.requested_gpus(line) is None] + bare
+    known = job_keywords(import_job_class(queue.jobqueue))
+    keywords: dict[str, Any] = {
+        "cores": asked.cores,
+        "memory": asked.memory or NO_MEMORY,
+        "job_name": asked.name,
+        "job_extra_directives": directives,
+        "queue": asked.queue,
+        "walltime": asked.walltime,
+        "account" if "account" in known else "project": asked.account,
+        **await queue.allocation(asked, directives, site),
+    }
+    if asked.prologue:
+        keywords["job_script_prologue"] = [
+            *(site.get("job-script-prologue") or ()),
+            *asked.prologue,
+        ]
+    skipped = [*keywords.get("job_directives_skip", ()), *(site.get("job-directives-skip") or ())]
+    keywords["job_directives_skip"] = list(dict.fromkeys(skipped))
+    given = {key: value for key, value in keywords.items() if value not in (None, "")}
+    own_gpus = any(queue.requested_gpus(line) is not None for line in bare)
+    gpus = None if own_gpus else asked.gpus_per_node
+    return read_job_options(queue, {**given, "device": "auto", "gpus_per_job": gpus})
+
+
 def _preamble(batch: Batch, asked: BatchRequest) -> list[str]:
-    mask = os.umask(0o077)
-    os.umask(mask)
     lines = [f"cd {shlex.quote(asked.folder)} || exit"]
     if not batch.queue.names_log:
         log = f"{shlex.quote(batch.logs)}/hpcdask-{batch.queue.job_id}.log"
         lines += ["umask 077", f"exec >>{log} 2>&1"]
-    return [*lines, f"umask {mask:04o}", "export PYTHONUNBUFFERED=1"]
+    lines += [f"umask {umask():04o}", "export PYTHONUNBUFFERED=1"]
+    if "srun" in batch.queue.launchers:
+        # --export=NONE and its like are for sbatch; srun and mpirun would lose the prologue's too
+        lines.append("unset SLURM_EXPORT_ENV")
+    return lines
 
 
 def _launch_lines(queue: Queue, asked: BatchRequest, python: str) -> list[str]:
@@ -139,8 +168,7 @@ def _launch_lines(queue: Queue, asked: BatchRequest, python: str) -> list[str]:
     if launcher not in queue.launchers:
         usable = " or ".join(queue.launchers)
         raise UsageError(f"--launcher {launcher} is not {queue.title}'s: use {usable}")
-    if asked.container:
-        python = f"{asked.container} python"
+    python = f"{asked.container} python" if asked.container else python
     program = f"{python} -P -m hpcdask.run {shlex.join(asked.words)}"
     if launcher == "srun":
         # sbatch's --cpus-per-task does not reach srun by itself in SLURM 22.05 to 23.02
@@ -150,6 +178,7 @@ def _launch_lines(queue: Queue, asked: BatchRequest, python: str) -> list[str]:
     total = f"-n {asked.nodes * asked.ranks}"
     if asked.nodes == 1 or queue.counts_ranks:
         return [f"exec mpirun {total} {program}"]
+    words = ["exec mpirun", total, queue.mpirun_option, "$per_node", program]
     return [
         *filter(None, [queue.mpirun_setup]),
         "# each MPI has its own option for the ranks per node",
@@ -157,7 +186,5 @@ def _launch_lines(queue: Queue, asked: BatchRequest, python: str) -> list[str]:
         f'*"Open MPI"* | *OpenRTE* | *PRRTE*) per_node="--map-by ppr:{asked.ranks}:node" ;;',
         f'*) per_node="-ppn {asked.ranks}" ;;',
         "esac",
-        " ".join(
-            ["exec mpirun", total, *filter(None, [queue.mpirun_option]), "$per_node", program]
-        ),
+        " ".join(filter(None, words)),
     ]

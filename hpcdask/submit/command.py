@@ -15,7 +15,26 @@ from hpcdask.queues.base import WHERE_TO_RUN
 from hpcdask.queues.registry import batch_systems, queue_class
 
 
+class Submit(click.Command):
+    """The command, which says where an option of the runner belongs."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Raise UsageError for options of ``hpcdask run`` outside of ``--run``."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from hpcdask.runner.options import command
+
+            name = error.option_name
+            if not any(name in (*param.opts, *param.secondary_opts) for param in command().params):
+                raise
+            raise UsageError(
+                f'{name} is an option of hpcdask run: hpcdask submit --run "{name} …"'
+            ) from None
+
+
 @click.command(
+    cls=Submit,
     # What follows the program's name belongs to the program
     context_settings={"allow_interspersed_args": False},
     epilog="Example: hpcdask submit -N 2 --gpus-per-node 4 -t 1:00:00 script.py",
@@ -62,19 +81,23 @@ from hpcdask.queues.registry import batch_systems, queue_class
     help="Walltime, such as 1:00:00. Default: as configured for dask-jobqueue, 30 min.",
 )
 @click.option(
-    "-q", "--queue", "--partition", "queue", metavar="NAME", help="Queue; SLURM's partition."
+    *("-p", "-q", "--partition", "--queue", "queue"),
+    metavar="NAME",
+    help="Queue; SLURM's partition.",
 )
+@click.option("-J", "--job-name", metavar="NAME", help="Name of the job. Default: the program's.")
 @click.option("-A", "--account", metavar="NAME", help="Account or project to charge.")
 @click.option(
-    "--cpus-per-gpu",
+    *("-c", "--cpus-per-gpu"),
     type=click.IntRange(1),
     metavar="N",
-    help="Cores per GPU. Default: the site's.",
+    help="Cores per GPU, as --cpus-per-task of sbatch: each GPU has a rank. Default: the site's.",
 )
 @click.option(
     "--mem",
     metavar="SIZE",
-    help="Host memory per node, such as 64GiB. 0: all (SLURM). Default: the site's.",
+    help="Host memory per node, as by sbatch: 64G is 64 GiB, 64000 is in MB, 0 is all (SLURM). "
+    "Default: the site's.",
 )
 @click.option(
     "--prologue",
@@ -105,7 +128,6 @@ from hpcdask.queues.registry import batch_systems, queue_class
     metavar="OPTIONS",
     help='Options of hpcdask run, all in quotes, such as "--protocol ucx".',
 )
-@click.option("--groups", hidden=True)
 @click.option("-m", "is_module", is_flag=True, help="The program is a module.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[PROGRAM [ARGUMENTS]...]")
 def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
@@ -114,15 +136,12 @@ def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
     The cluster uses all nodes of the job. Words after the program are its arguments. The exit code
     is 2 for bad input, 1 if the queue refuses the job.
     """
-    asked = _read(job)
-    if system is None:
-        from .batch import find_system
+    from .batch import find_system, prepare
 
-        system = find_system()
+    asked = _read(job)
+    system = system or find_system()
     if not dry_run:
         sys.exit(asyncio.run(_submit(system, asked, wait=wait)))
-    from .batch import prepare
-
     if system is None:
         system = batch_systems()[0]
         title = queue_class(system).title
@@ -133,9 +152,7 @@ def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
 def _read(job: dict[str, Any]) -> Any:
     from . import request
 
-    if groups := job.pop("groups"):
-        raise UsageError(f"--groups is an option of hpcdask run: --run \"--groups '{groups}'\"")
-    run = request.read_run(job.pop("run"))
+    run = request.read_words(job.pop("run"), "--run")
     source = click.get_current_context().get_parameter_source("gpus_per_node")
     default = source is ParameterSource.DEFAULT
     cpu = job.pop("device") == "cpu"
@@ -143,9 +160,9 @@ def _read(job: dict[str, Any]) -> Any:
         raise UsageError("--device cpu and --gpus-per-node: choose one of them")
     if cpu or (default and request.wants_cpu(run)):
         job["gpus_per_node"] = 0
-    read = request.BatchRequest(memory=request.read_memory(job.pop("mem")), run=run, **job)
-    request.check(read)
-    return read
+    asked = request.BatchRequest(memory=request.read_memory(job.pop("mem")), run=run, **job)
+    request.check(asked)
+    return asked
 
 
 async def _submit(system: str | None, asked: Any, *, wait: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -31,22 +32,28 @@ Say = Callable[[str], None]
 class Log:
     """A file that another machine writes, copied to stdout."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, say: Say) -> None:
         self.path = path
+        self.say = say
         self.offset = 0
 
     def copy(self) -> None:
-        """Write what is new; a network's file shows it only to those who open it anew."""
+        """Write what is new; a file of a network shows it only when it is opened anew."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
                 new = file.read()
         except OSError:
             return
-        if new:
-            self.offset += len(new)
+        self.offset += len(new)
+        try:
             sys.stdout.buffer.write(new)
             sys.stdout.flush()
+        except BrokenPipeError:
+            self.say(f"nobody reads stdout any more; the wait goes on. Log: {self.path}")
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, sys.stdout.fileno())
+            os.close(null)
 
 
 async def submit_and_wait(batch: Batch, say: Say) -> int:
@@ -56,9 +63,9 @@ async def submit_and_wait(batch: Batch, say: Say) -> int:
     queue does not take the job, or does not answer for long.
     """
     loop = asyncio.get_running_loop()
-    stopped: asyncio.Future[int] = loop.create_future()
+    stopped: asyncio.Future[signal.Signals] = loop.create_future()
 
-    def stop(number: int) -> None:
+    def stop(number: signal.Signals) -> None:
         if not stopped.done():
             stopped.set_result(number)
 
@@ -68,7 +75,7 @@ async def submit_and_wait(batch: Batch, say: Say) -> int:
     try:
         job_id = await batch.submit()  # an answer that is given up would leave a job
         tell(batch, job_id, say)
-        log = Log(batch.log(job_id))
+        log = Log(batch.log(job_id), say)
         waiting = asyncio.ensure_future(wait(batch.queue, job_id, log, say))
         either: set[asyncio.Future[Any]] = {waiting, stopped}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -79,10 +86,17 @@ async def submit_and_wait(batch: Batch, say: Say) -> int:
         return result(batch, job_id, waiting.result(), say)
     waiting.cancel()
     await asyncio.wait({waiting})
-    name = signal.Signals(stopped.result()).name
-    await cancel(batch.queue, job_id, name, say)
+    number = stopped.result()
+    say(f"{number.name}: cancelling job {job_id} (a second one leaves it)")
+
+    async def find() -> list[str]:
+        seen = await batch.queue.query([job_id])
+        return [job for job, found in seen.items() if found.state not in OVER]
+
+    left = await end_jobs(batch.queue, find, lambda text: None)
+    say(f"job {job_id} does not end" if left else f"job {job_id} is cancelled and gone")
     log.copy()
-    return 128 + stopped.result()
+    return 128 + number
 
 
 def tell(batch: Batch, job_id: str, say: Say) -> None:
@@ -97,28 +111,24 @@ async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> QueueStatus:
     Raises QueueError if the queue does not answer for `SILENT_S`, or has forgotten the job.
     """
     pause, told = POLL_S[0], ""
-    silent: float | None = None  # since when the queue does not answer
-    shown = time.monotonic()
+    answered = shown = time.monotonic()
     while True:
-        seen, words = None, told
+        seen, words, now = None, told, time.monotonic()
         try:
-            seen = await _ask(queue, job_id)
-            silent = None
+            found = await queue.query([job_id]) or await queue.departed([job_id])
+            answered, seen = time.monotonic(), found.get(job_id)
         except QueueError as error:
-            shown = time.monotonic()
-            silent = silent or shown
-            if shown > silent + SILENT_S:
+            if now > answered + SILENT_S:
                 raise
-            words = f"{error}; asking again"
-        if seen:
-            shown = time.monotonic()
-            words = queue.judge(seen, _state(job_id, seen))
-        elif time.monotonic() > shown + MISSING_S:
+            shown, words = now, f"{error}; asking again"
+        if seen is not None:
+            shown, words = now, queue.judge(seen, _state(job_id, seen))
+        elif now > shown + MISSING_S:
             raise QueueError(
                 f"{queue.title} does not show job {job_id} any more, and how it ended is not "
                 f"known. See its log {log.path}"
             )
-        if seen and seen.state in OVER:
+        if seen is not None and seen.state in OVER:
             log.copy()
             return seen
         if words != told:
@@ -131,21 +141,17 @@ async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> QueueStatus:
         pause = min(SLOWER * pause, POLL_S[1])
 
 
-async def _ask(queue: Queue, job_id: str) -> QueueStatus | None:
-    found = await queue.query([job_id]) or await queue.departed([job_id])
-    return found.get(job_id)
-
-
 def _state(job_id: str, seen: QueueStatus) -> str:
+    reason = f" ({seen.reason})" if seen.reason else ""
     if seen.state in WAITING:
-        return f"job {job_id} is {seen.state}{f' ({seen.reason})' if seen.reason else ''}"
+        return f"job {job_id} is {seen.state}{reason}"
     if seen.state is QueueState.UNKNOWN:
-        return f"job {job_id}: its state is not known{f' ({seen.reason})' if seen.reason else ''}"
+        return f"job {job_id}: its state is not known{reason}"
     return f"job {job_id} runs{f' on {seen.nodes}' if seen.nodes else ''}"
 
 
 def result(batch: Batch, job_id: str, seen: QueueStatus, say: Say) -> int:
-    """Exit code for a job that is over; what is wrong is said, and where to read more."""
+    """Return the exit code for a job that is over; say what is wrong, and where to read more."""
     code, reason = seen.exit_code, f": {seen.reason}" if seen.reason else ""
     if seen.state is QueueState.COMPLETED and code == 0:
         return 0
@@ -157,18 +163,8 @@ def result(batch: Batch, job_id: str, seen: QueueStatus, say: Say) -> int:
         ended = "ran out of time" if seen.state is QueueState.TIMEOUT else f"was {seen.state}"
         say(f"job {job_id} {ended}{reason}")
         code = 1
+    if seen.copies:
+        say(f"the queue runs it again as job {', '.join(seen.copies)}")
     if not batch.log(job_id).exists():
         say(f"it has written no log at {batch.log(job_id)}")
     return code
-
-
-async def cancel(queue: Queue, job_id: str, name: str, say: Say) -> None:
-    """Cancel a job, and see that it is gone."""
-    say(f"{name}: cancelling job {job_id} (a second one leaves it)")
-
-    async def find() -> list[str]:
-        seen = await queue.query([job_id])
-        return [job for job, found in seen.items() if found.state not in OVER]
-
-    left = await end_jobs(queue, find, lambda text: None)
-    say(f"job {job_id} does not end" if left else f"job {job_id} is cancelled and gone")

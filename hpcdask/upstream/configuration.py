@@ -1,4 +1,4 @@
-"""Where Dask's configuration is from: dask itself does not keep that."""
+"""Sources of Dask's configuration, which dask itself does not keep."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from hpcdask.errors import UsageError
@@ -19,7 +18,7 @@ MALFORMED = re.compile(r"A dask config file at '(.+)' is malformed(?:, original.
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Where Dask may be imported, a file that it cannot read is a UsageError of one line."""
+    """Turn Dask's error for a file that it cannot read into a UsageError of one line."""
     try:
         yield
     except ValueError as error:
@@ -35,19 +34,24 @@ def reading() -> Iterator[None]:
         ) from None
 
 
-def unreadable() -> list[str]:
-    """Files of the configuration that this user may not read; Dask leaves them out in silence."""
+def files() -> list[str]:
+    """Return the files that Dask reads as configuration."""
     import dask.config
 
-    files = []
-    for path in map(Path, dask.config.paths):
-        with contextlib.suppress(OSError):
-            files += [path] if path.is_file() else sorted(path.glob("*.y*ml"))
-    return [str(path) for path in files if not os.access(path, os.R_OK)]
+    found = list(filter(os.path.isfile, dask.config.paths))
+    for folder in filter(os.path.isdir, dask.config.paths):
+        with contextlib.suppress(PermissionError):
+            found += [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
+    return [path for path in found if path.lower().endswith((".json", ".yaml", ".yml"))]
+
+
+def unreadable() -> list[str]:
+    """Return files of the configuration that this user may not read; Dask leaves them out."""
+    return [path for path in files() if not os.access(path, os.R_OK)]
 
 
 def sources() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each file and variable of the configuration with what it says; later ones are stronger."""
+    """Yield each file and variable of the configuration with what it says, weakest first."""
     import dask.config
 
     for path, content in dask.config.collect_yaml(dask.config.paths, return_paths=True):
@@ -58,7 +62,7 @@ def sources() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def source_of(key: str) -> str:
-    """The file or variable that a key's value is from."""
+    """Return the file or variable that a key's value is from."""
     import dask.config
 
     found = ["Dask's configuration"]
@@ -68,8 +72,3 @@ def source_of(key: str) -> str:
         if dask.config.get(key, None, config=content) is not None
     ]
     return found[-1]
-
-
-def named(key: str) -> str:
-    """A key with the file or variable of its value, for messages."""
-    return f"{key} ({source_of(key)})"

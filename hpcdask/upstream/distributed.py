@@ -1,13 +1,16 @@
-"""Private parts of distributed, as in 2026.7.0 to 2026.8.0.
-
-What is set is looked for first. Methods that subclasses override, and the texts below, cannot be
-asked for at run time: tests/unit/test_upstream.py finds them in distributed's source.
-"""
+"""Private parts of dask and distributed, as in 2026.7.0 to 2026.8.0; test_upstream.py has them."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Sequence
+from types import SimpleNamespace
+from typing import Any, NoReturn, TypeVar
+
+import dask.highlevelgraph
+from dask._expr import FinalizeCompute as FinalizeCompute
+from dask._task_spec import Alias as Alias
+from dask._task_spec import Task as Task
+from dask._task_spec import convert_legacy_graph as convert_legacy_graph
 
 from .parts import require
 
@@ -43,11 +46,7 @@ def set_interval(stream: Any, seconds: float) -> None:
 
 
 def set_message_limit(worker: Any, nbytes: int) -> None:
-    """Set the bytes that a worker asks of another in one message.
-
-    ``distributed.worker.transfer.message-bytes-limit`` is read before it is known whether ucx
-    starts, and so much at once does not suit tcp.
-    """
+    """Set the bytes that a worker asks of another in one message: known once ucx starts."""
     require(SEEN, worker.state, "transfer_message_bytes_limit")
     worker.state.transfer_message_bytes_limit = nbytes
 
@@ -61,7 +60,7 @@ def preload_nothing() -> None:
 
 
 def leave_folder(server: Any) -> None:
-    """In a fork: keep the server's folder, which the end of any process that knows it removes."""
+    """Keep a server's folder when this process, a fork, ends: its finalizer is inherited."""
     if server is None:
         return
     require(SEEN, server, "_workdir")
@@ -70,7 +69,6 @@ def leave_folder(server: Any) -> None:
 
 
 def loop_runner(cluster: Any) -> Any:
-    """Return the runner that starts and stops a cluster's event loop."""
     return cluster._loop_runner
 
 
@@ -85,14 +83,50 @@ def log(cluster: Any, line: str) -> None:
 
 
 def logged(cluster: Any) -> list[str]:
-    """The lines of that log."""
     return [line for _, line in cluster._cluster_manager_logs]
 
 
-def paths(router: Any) -> set[str]:
-    """The paths of an HTTP server's routes, as distributed's site map has them."""
-    from distributed.http.routing import _descend_routes
+def fail_unreadable_tasks() -> None:
+    """Make a Dask task that this worker cannot unpickle fail where it is run."""
+    # distributed unpickles as it reads its connection to the scheduler, and an error ends both
+    from distributed.protocol import core, pickle
 
-    found: set[str] = set()
-    _descend_routes(router, set(), found)
-    return found
+    require(SEEN, core, "pickle")
+
+    def loads(data: bytes, *, buffers: Sequence[Any] = ()) -> Any:
+        try:
+            return pickle.loads(data, buffers=buffers)
+        except Exception as error:
+            return Task("unreadable", _raise, error)
+
+    holder: Any = core
+    holder.pickle = SimpleNamespace(**{**vars(pickle), "loads": loads})
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def drop_text_traceback(event: Any) -> None:
+    """Drop a traceback that was sent as text, as of a deep recursion: a client waits for ever."""
+    from distributed.protocol import pickle
+
+    if event.traceback is not None and isinstance(pickle.loads(event.traceback.data), str):
+        event.traceback = None
+
+
+def cull_by_layer() -> None:
+    """Make each layer of a graph look at its own wanted keys only: linear, not quadratic."""
+    # dask's looks at all keys for each `delayed` call: for 5,000 calls, 25 million times
+    layer: Any = dask.highlevelgraph.Layer
+    cull = layer.cull
+    if getattr(cull, "by_layer", False):
+        return
+
+    def of_its_own(self: Any, keys: set[Any], all_hlg_keys: Any) -> Any:
+        if not self.has_legacy_tasks and len(self) <= len(keys):
+            keys = {key for key in self if key in keys}
+        return cull(self, keys, all_hlg_keys)
+
+    of_its_own.by_layer = True  # type: ignore[attr-defined]
+    layer.cull = of_its_own

@@ -1,7 +1,4 @@
-"""Private parts of ucxx and distributed-ucxx, as in 0.52.
-
-Their own connections spin, and let in whoever knocks. Import this only where UCX is to be used.
-"""
+"""Private parts of ucxx and distributed-ucxx, as in 0.52. Import this only to use UCX."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ def _context() -> Any:
 
 
 def worker() -> Any:
-    """Return UCX's worker of this process."""
     return _context().worker
 
 
@@ -60,14 +56,13 @@ def connect(host: str, port: int) -> Any:
 
 
 def listen(port: int, requested: Any, *args: Any) -> Any:
-    """Listen: not by ucxx's own listener, which lets in any number of silent strangers."""
+    """Listen without ucxx's own listener, which accepts any number of silent strangers."""
     from ucxx._lib.libucxx import UCXListener
 
     return UCXListener.create(worker(), port, requested, args, deliver_endpoint=True)
 
 
 def listened_port(listener: Any) -> int:
-    """Return the port that distributed's listener was to have."""
     return int(listener._input_port)
 
 
@@ -94,33 +89,24 @@ def raw_and_tags(endpoint: Any) -> tuple[Any, Any, Any]:
 def send(raw: Any, tag: Any, buffer: Any) -> Any:
     """Begin to send a message; returns the request."""
     raw.raise_on_error()
-    return raw.tag_send(_array(buffer), tag)
+    return raw.tag_send(array(buffer), tag)
 
 
 def receive(raw: Any, tag: Any, buffer: Any) -> Any:
     """Begin to receive a message of exactly as many bytes as the buffer holds."""
-    array = _array(buffer)
+    target = array(buffer)
     if raw.alive:
-        return raw.tag_recv(array, tag)
+        return raw.tag_recv(target, tag)
     # the other side is gone; what it said last may lie here
     lies = worker().tag_probe(tag)
-    if lies.matched and lies.length == array.nbytes:
-        return worker().tag_recv_with_handle(array, worker().tag_probe(tag, remove=True))
+    if lies.matched and lies.length == target.nbytes:
+        return worker().tag_recv_with_handle(target, worker().tag_probe(tag, remove=True))
     raw.raise_on_error()
     raise base.ucxx.exceptions.UCXCloseError("the other side closed the connection")
 
 
-def stream_send(raw: Any, message: bytes) -> Any:
-    """Begin to send bytes without a tag."""
-    return raw.stream_send(_array(message))
-
-
-def stream_receive(raw: Any, buffer: bytearray) -> Any:
-    """Begin to receive bytes without a tag."""
-    return raw.stream_recv(_array(buffer))
-
-
-def _array(buffer: Any) -> Any:
+def array(buffer: Any) -> Any:
+    """Return a buffer as UCX takes it."""
     from ucxx._lib.arr import Array
 
     return Array(buffer)

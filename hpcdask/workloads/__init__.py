@@ -1,28 +1,23 @@
 """Reference computations with a known answer, as dask.array programs that know only dask.
 
-What the programs share lives here. Two rules shape it:
-
-- the client often has no GPU (a login node), so a graph carries NumPy metas and plain functions,
-  and CuPy is imported only inside functions that run on workers;
-- results leave the workers as NumPy arrays, so that the client can read them.
+What the programs share lives here. The client often has no GPU (a login node), so a graph carries
+NumPy metas and plain functions, and CuPy is imported only inside functions that run on workers;
+results leave the workers as NumPy arrays, so that the client can read them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import runpy
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from numbers import Integral
+from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 import dask.array as da
 import numpy as np
 from dask.base import collections_to_expr
 
-from hpcdask.upstream.dask import Alias, FinalizeCompute, Task, convert_legacy_graph
+from hpcdask.upstream.distributed import Alias, FinalizeCompute, Task, convert_legacy_graph
 
 Device = Literal["cuda", "cpu"]
 Form = Literal["tuned", "stock"]
@@ -34,8 +29,6 @@ MIN_SLAB_NBYTES = 1 << 20
 MAX_SLABS = 1_000_000
 #: Partial results of a few bytes: so many are one message per worker.
 SPLIT_EVERY = 64
-
-CUPY_INSTALL = 'pip install "hpcdask[cuda13]"'
 
 
 class WorkloadError(ValueError):
@@ -56,34 +49,14 @@ class Check:
         """Return whether the difference is within the tolerance; false for NaN."""
         return bool(abs(self.value - self.expected) <= self.tolerance)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the check as a dict ready for JSON."""
-        return {**asdict(self), "ok": self.ok}
-
-
-def check_whole(name: str, value: object) -> None:
-    """Raise WorkloadError unless the value, such as a seed, is a whole number of 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-        raise WorkloadError(f"{name}={value!r} is not accepted: a whole number, 0 or more")
-
-
-def check_device(device: object) -> None:
-    """Raise WorkloadError unless the value is a `Device`."""
-    if device not in get_args(Device):
-        raise WorkloadError(f'device={device!r} is not accepted: "cuda" or "cpu"')
-
 
 def check_dask(x: object) -> None:
-    """Raise WorkloadError unless ``x`` is a dask array."""
+    """Raise WorkloadError unless ``x`` is a dask array of known size."""
     if not isinstance(x, da.Array):
         raise WorkloadError(
             f"x is {type(x).__name__}, not a dask array: "
             "x = da.from_array(x, chunks=(rows_of_a_chunk, -1))"
         )
-
-
-def check_sizes(x: da.Array) -> None:
-    """Raise WorkloadError if an array has chunks of unknown size."""
     if any(math.isnan(size) for sizes in x.chunks for size in sizes):
         raise WorkloadError("x has chunks of unknown size; call x.compute_chunk_sizes() first")
 
@@ -96,15 +69,22 @@ def check_unmasked(block: Any) -> None:
         )
 
 
+def check_device(device: object) -> None:
+    """Raise WorkloadError unless the value is a `Device`."""
+    if device not in get_args(Device):
+        raise WorkloadError(f'device={device!r} is not accepted: "cuda" or "cpu"')
+
+
 def array_module(device: Device) -> Any:
     """Return CuPy for ``"cuda"`` and NumPy for ``"cpu"``; for use on workers."""
-    check_device(device)
     if device == "cpu":
         return np
     try:
         import cupy
     except ImportError as exc:
-        raise WorkloadError(f"a CUDA worker needs CuPy ({exc}): {CUPY_INSTALL}") from exc
+        raise WorkloadError(
+            f"a CUDA worker needs CuPy ({exc}): `hpcdask doctor` there names the packages"
+        ) from exc
     return cupy
 
 
@@ -113,18 +93,17 @@ def client_cupy() -> Any:
     try:
         import cupy
 
-        n_devices = cupy.cuda.runtime.getDeviceCount()
-        why = "this process sees no CUDA device"
+        if cupy.cuda.runtime.getDeviceCount():
+            return cupy
+        reason = "this process sees no CUDA device"
     except ImportError as exc:
-        n_devices, why = 0, f"CuPy is missing here ({exc})"
+        reason = f"CuPy is missing here ({exc})"
     except Exception as exc:  # CUDARuntimeError exists only where CuPy does
-        n_devices, why = 0, str(exc)
-    if not n_devices:
-        raise WorkloadError(
-            f"plain dask.array on CuPy builds arrays on a GPU of the client: {why}; "
-            "run it where the client has a GPU"
-        )
-    return cupy
+        reason = str(exc)
+    raise WorkloadError(
+        f"plain dask.array on CuPy builds arrays on a GPU of the client: {reason}; "
+        "run it where the client has a GPU"
+    )
 
 
 def to_host(block: Any) -> np.ndarray[Any, np.dtype[Any]]:
@@ -149,8 +128,7 @@ def slab_rows(
     """
     if n_rows < 1 or n_slots < 1 or max_nbytes < 1:
         raise WorkloadError("rows, slots and slab size must be positive")
-    nbytes = n_rows * row_nbytes
-    n_units = math.ceil(n_rows / multiple)
+    nbytes, n_units = n_rows * row_nbytes, math.ceil(n_rows / multiple)
     rows_that_fit = max(multiple, max_nbytes // row_nbytes // multiple * multiple)
     needed = math.ceil(n_rows / rows_that_fit)
     n_slabs = max(needed, min(per_slot * n_slots, nbytes // MIN_SLAB_NBYTES), 1)
@@ -169,15 +147,10 @@ def slab_rows(
 def sum_of_chunks(
     function: Callable[..., Any], *x: da.Array, n_chunks: int, width: int, dtype: Any, **how: Any
 ) -> da.Array:
-    """Add up what a function makes of each chunk of rows, (1, width) in NumPy, in a tree.
-
-    The result has shape (width,), or () if the width is 1.
-    """
-    chunks = ((1,) * n_chunks, (width,))
+    """Add up what a function makes of each chunk of rows, (1, width) in NumPy, in a tree."""
     meta = np.empty((0, 0), dtype)
+    chunks = ((1,) * n_chunks, (width,))
     partial = da.map_blocks(function, *x, chunks=chunks, dtype=dtype, meta=meta, **how)
-    if width == 1:
-        return cast("da.Array", partial.sum(split_every={0: SPLIT_EVERY, 1: 1}, dtype=dtype))
     return cast("da.Array", partial.sum(axis=0, split_every=SPLIT_EVERY, dtype=dtype))
 
 
@@ -186,17 +159,7 @@ def count_tasks(*collections: Any) -> int:
 
     Aliases and the last step, which puts chunks together, count; what is on the workers does not.
     """
-    # What Client.compute() does; dask.optimize() takes the collections one by one and repeats
-    # tasks.
+    # as Client.compute() does; dask.optimize() takes the collections one by one and repeats tasks
     expr = FinalizeCompute(collections_to_expr(collections)).optimize()
     graph = convert_legacy_graph(expr.__dask_graph__())
     return sum(isinstance(node, (Alias, Task)) for node in graph.values())
-
-
-def run_bench(name: str) -> None:
-    """Run ``hpcdask bench NAME`` with the arguments of this process.
-
-    Modules that are run as programs end so, because they must not import the bench.
-    """
-    sys.argv[1:1] = [name]
-    runpy.run_module("hpcdask.bench", run_name="__main__", alter_sys=True)

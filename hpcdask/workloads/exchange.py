@@ -1,8 +1,8 @@
-"""Exchange between workers: blocks from one to another, all to all, and ``x + x.T``.
+"""Exchange between workers: who meets whom, the blocks, and the report of who received them.
 
-The first two move blocks whose every number is known, so that the receiver can check them. The
-time of a transfer is the one that distributed's worker itself logs for it, from the request to the
-last byte: no scheduling and no Dask task is in it.
+Every number of the blocks is known, so that the receiver can check them. The time of a transfer is
+the one that distributed's worker itself logs for it, from the request to the last byte: no
+scheduling and no Dask task is in it.
 
 A worker has one buffer, and every block it sends is a view of that. So a transport that has to map
 a buffer before it can read it, as CUDA IPC does, does so once for each pair, in the first transfer,
@@ -11,29 +11,24 @@ which is not counted.
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import dask
-import dask.array as da
 import numpy as np
-from dask.delayed import Delayed, delayed
 from distributed import get_worker
 
-from hpcdask.workloads import Check, Device, WorkloadError, array_module, run_bench, to_host
+from hpcdask.workloads import Device, WorkloadError, array_module
 
 ITEM_NBYTES = 8
+#: All pairs of so many workers are measured.
+MANY = 32
 #: Blocks of one buffer start this many items apart: 512 bytes, so that copies stay aligned.
 STRIDE_ITEMS = 64
-#: Rows of a chunk are compared with what they should be in tiles of this size.
-TILE_NBYTES = 1 << 26
-CHUNKS_PER_WORKER = 4
-MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 1_000_000_000, "cpu": 32_000_000}
+
+Pairs = list[tuple[int, int]]
 
 
-def tournament(n: int) -> list[list[tuple[int, int]]]:
+def tournament(n: int) -> list[Pairs]:
     """Arrange all pairs of n workers in n - 1 rounds, or n if n is odd (circle method).
 
     Nobody is in two pairs of a round.
@@ -48,24 +43,32 @@ def tournament(n: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-# --- blocks from one worker to another ------------------------------------------------------------
+def steps(n: int, *, alone: bool = False) -> list[Pairs]:
+    """Return the ordered pairs to measure, those of each step at once; nobody is in two of them.
+
+    The two directions come one after the other: one event loop in each worker serves both. Of more
+    than `MANY` workers, each meets its neighbour, most likely on its node, and some of the others.
+    """
+    rounds = tournament(n)
+    if n > MANY:
+        some = max(2, MANY * MANY // n)
+        chosen = [rounds[i * len(rounds) // some] for i in range(some)]
+        met = {frozenset(pair) for pairs in chosen for pair in pairs}
+        near = [(i, i + 1) for i in range(0, n - 1, 2) if frozenset((i, i + 1)) not in met]
+        rounds = [near, *chosen]
+    both = [turn for pairs in rounds for turn in (pairs, [(j, i) for i, j in pairs])]
+    return [[pair] for step in both for pair in step] if alone else both
 
 
 class Received(NamedTuple):
     """Report of a receiving worker: times from the first request to the last byte, by its log.
 
-    ``n_wrong`` of them did not hold what they should.
+    ``n_wrong`` blocks did not hold what they should.
     """
 
     seconds: float
     nbytes: int
     n_wrong: int
-
-
-def on(address: str, function: Callable[..., Any], *args: Any, key: str | None = None) -> Delayed:
-    """Make a Dask task for this worker alone."""
-    with dask.annotate(workers=[address], allow_other_workers=False):
-        return cast("Delayed", delayed(function, pure=False)(*args, dask_key_name=key))
 
 
 def first_item(source: int, destination: int, n_workers: int) -> int:
@@ -96,35 +99,11 @@ def is_right(block: Any, first: int, n_items: int) -> bool:
     )
 
 
-def chain(
-    buffer: Delayed, pair: tuple[int, int], addresses: Sequence[str], sizes: Sequence[int], run: str
-) -> list[Delayed]:
-    """Build transfers from one worker to another, each of which begins when the last is over.
-
-    ``sizes`` are their items; ``run`` is a part of the keys. Two Dask tasks each: a view, a
-    `Received`.
-    """
-    source, destination = pair
-    first = first_item(source, destination, len(addresses))
-    received: list[Delayed] = []
-    for number, n_items in enumerate(sizes):
-        name = f"{run}-{source}-{destination}-{number}"
-        block = on(addresses[source], view, buffer, destination, n_items, key=block_key(name))
-        what = [block], [name], [first], n_items, received[-1] if received else None
-        received.append(on(addresses[destination], sink, *what, key=f"received-{name}"))
-    return received
-
-
-def block_key(name: str) -> str:
-    """Return the key of a block. Dask would take the key itself, as an argument, for the block."""
-    return f"block-{name}"
-
-
 def sink(
-    blocks: Sequence[Any], names: Sequence[str], firsts: Sequence[int], n_items: int, _after: Any
+    blocks: Sequence[Any], names: Sequence[str], firsts: Sequence[int], n_items: int
 ) -> Received:
-    """Check the blocks that came for this Dask task, and tell how long they took."""
-    keys = {block_key(name) for name in names}
+    """Check the blocks, by the names of their keys, and report how long they took."""
+    keys = set(names)
     log = list(get_worker().transfer_incoming_log)
     entries = [entry for entry in log if keys & entry["keys"].keys()]
     if len({key for entry in entries for key in entry["keys"]} & keys) < len(keys):
@@ -138,97 +117,3 @@ def sink(
     )
     # distributed's clock may not move in a transfer of a few bytes within one process.
     return Received(max(seconds, 1e-9), sum(entry["total"] for entry in entries), n_wrong)
-
-
-def transports(dask_worker: Any) -> dict[str, Any]:
-    """Tell how this worker talks to others; runs on workers, with ``client.run``.
-
-    ``peers`` maps addresses to transports other than ``scheme``, which the worker is known by.
-    """
-    peers = dict(getattr(dask_worker, "peer_transports", None) or {})
-    return {"peers": peers, "scheme": dask_worker.address.partition("://")[0]}
-
-
-# --- x + x.T --------------------------------------------------------------------------------------
-
-
-def grid(nbytes: int, n_workers: int, device: Device) -> tuple[int, ...]:
-    """Cut the side of a square float64 array, so that its square chunks occupy all workers."""
-    n = math.isqrt(max(nbytes, 0) // ITEM_NBYTES)
-    few = math.ceil(math.sqrt(CHUNKS_PER_WORKER * n_workers))
-    edge = math.isqrt(MAX_CHUNK_NBYTES[device] // ITEM_NBYTES)
-    parts = max(few, math.ceil(n / edge))
-    if n < parts:
-        least = ITEM_NBYTES * parts**2
-        raise WorkloadError(f"x of {nbytes} B is too small: the least is {least} B")
-    return tuple(b - a for a, b in itertools.pairwise(i * n // parts for i in range(parts + 1)))
-
-
-def owners(parts: int, n_workers: int) -> dict[tuple[int, int], int]:
-    """Spread ``parts`` x ``parts`` chunks evenly over workers, in an order without a pattern.
-
-    In a regular order a chunk and its mirror image may always meet on one worker.
-    """
-    cells = [(i, j) for i in range(parts) for j in range(parts)]
-    shuffled = np.random.default_rng(0).permutation(np.arange(len(cells)) % n_workers)
-    return dict(zip(cells, shuffled.tolist(), strict=True))
-
-
-def square_block(
-    cell: tuple[int, int], starts: Sequence[int], rows: Sequence[int], seed: int, device: Device
-) -> Any:
-    """Make a chunk of ``x[i, j] = i - 2 j + seed``."""
-    xp = array_module(device)
-    i, j = (xp.arange(starts[part], starts[part] + rows[part], dtype=np.float64) for part in cell)
-    return i[:, None] + (seed - 2 * j)[None, :]
-
-
-def to_cross(where: Mapping[tuple[int, int], str], rows: Sequence[int]) -> int:
-    """Return the bytes that have to go from one worker to another for ``x + x.T``.
-
-    Of a chunk and its mirror image on different workers, by ``where``, one at least has to move.
-    """
-    return sum(
-        ITEM_NBYTES * rows[i] * rows[j]
-        for (i, j), worker in where.items()
-        if i < j and where[j, i] != worker
-    )
-
-
-def verify(y: da.Array, seed: int, device: Device) -> da.Array:
-    """Compare every element of ``x + x.T`` with what it should be, where it lies.
-
-    Of each chunk, the result (p, 2 p) has the sum and the largest deviation.
-    """
-    parts = y.numblocks[0]
-    kept: dict[str, Any] = {"chunks": ((1,) * parts, (2,) * parts), "meta": np.empty((0, 0))}
-    found = da.map_blocks(_deviation, y, seed=seed, device=device, dtype=np.float64, **kept)
-    return cast("da.Array", found)
-
-
-def _deviation(block: Any, *, seed: int, device: Device, block_info: Any = None) -> Any:
-    xp = array_module(device)
-    (top, bottom), (left, right) = block_info[0]["array-location"]
-    columns = xp.arange(left, right, dtype=np.float64)
-    step = max(1, TILE_NBYTES // (ITEM_NBYTES * (right - left)))
-    worst = 0.0
-    for start in range(top, bottom, step):
-        rows = xp.arange(start, min(start + step, bottom), dtype=np.float64)
-        expected = (2 * seed - rows)[:, None] - columns[None, :]
-        found = block[start - top : start - top + len(rows)]
-        worst = max(worst, float(abs(found - expected).max()))
-    return np.array([[float(to_host(block.sum())), worst]])
-
-
-def check_sum(found: np.ndarray[Any, Any], n: int, seed: int) -> list[Check]:
-    """Turn what `verify` found for an n x n array into checks."""
-    total = float(2 * seed * n * n - n * n * (n - 1))
-    return [
-        # Sums of whole numbers are exact up to 2^53, which 1 TB exceeds.
-        Check("x + x.T, sum", float(found[:, 0::2].sum()), total, abs(total) * 1e-12),
-        Check("x + x.T, largest deviation", float(found[:, 1::2].max()), 0.0, 0.0),
-    ]
-
-
-if __name__ == "__main__":
-    run_bench("exchange")

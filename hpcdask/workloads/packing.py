@@ -18,7 +18,7 @@ import dask.array as da
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from hpcdask.workloads import WorkloadError, array_module, check_dask, check_sizes, check_unmasked
+from hpcdask.workloads import WorkloadError, array_module, check_dask, check_unmasked
 
 PER_BYTE = 4
 LARGEST = 3
@@ -34,8 +34,15 @@ def pack(values: Any) -> Any:
     if not _on_gpu(values):
         check_unmasked(values)
         values = np.asarray(values)
-    _validate_kind(values, f"{values.dtype} values")
-    _validate_values(values)
+    _check_kind(values)
+    bad = (values < 0) | (values > LARGEST)
+    if bad.any():
+        first = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape))
+        raise WorkloadError(
+            f"{int(bad.sum())} of {values.size} values are not 0 to 3, so two bits cannot hold "
+            f"them; the first is {int(values[first])} at index {first}: mark what is missing or "
+            "out of range before packing"
+        )
     n = values.shape[-1]
     filled = _library(values).zeros((*values.shape[:-1], PER_BYTE * n_bytes(n)), np.uint8)
     filled[..., :n] = values
@@ -47,9 +54,6 @@ def pack(values: Any) -> Any:
 
 def unpack(packed: Any, n: int, dtype: DTypeLike = np.uint8, out: Any = None) -> Any:
     """Undo `pack` for rows of n values, into ``out`` if given: contiguous, of any dtype."""
-    if not _on_gpu(packed):
-        packed = np.asarray(packed)
-    _validate_packed(packed, n)
     if out is None:
         out = _library(packed).empty((*packed.shape[:-1], n), dtype)
     if _on_gpu(packed):
@@ -67,28 +71,13 @@ def _words() -> NDArray[np.uint32]:
 
 
 def pack_array(x: da.Array) -> da.Array:
-    """Pack an array chunk by chunk on the workers.
+    """Pack an array of integers 0 to 3, (..., n), chunk by chunk: uint8, (..., ceil(n / 4)).
 
-    Parameters
-    ----------
-    x
-        Shape (..., n), integers or bool from 0 to 3; its chunks along the last axis are multiples
-        of 4, except the last one.
-
-    Returns
-    -------
-    dask.array.Array
-        Shape (..., ceil(n / 4)), uint8, NumPy or CuPy chunks as in ``x``. One Dask task per chunk,
-        which raises :class:`WorkloadError` for other values, with the index in its chunk.
-
-    Raises
-    ------
-    WorkloadError
-        No axis, not integers, or chunks of another size.
+    One Dask task per chunk, which raises WorkloadError for other values. All chunks along the last
+    axis but the last are multiples of 4, or that is a WorkloadError at once, as are other types.
     """
     check_dask(x)
-    _validate_kind(x, f"a {x.dtype} array")
-    check_sizes(x)
+    _check_kind(x)
     if any(size % PER_BYTE for size in x.chunks[-1][:-1]):
         width = PER_BYTE * n_bytes(max(x.chunks[-1]))
         raise WorkloadError(
@@ -108,34 +97,12 @@ def _library(array: Any) -> Any:
     return array_module("cuda" if _on_gpu(array) else "cpu")
 
 
-def _validate_kind(x: Any, what: str) -> None:
+def _check_kind(x: Any) -> None:
     if x.ndim < 1 or x.dtype.kind not in "bui":
         raise WorkloadError(
-            f"{what} with {x.ndim} axes cannot be packed: integers or booleans with at "
+            f"{x.dtype} values with {x.ndim} axes cannot be packed: integers or booleans with at "
             "least one axis can"
         )
-
-
-def _validate_packed(packed: Any, n: int) -> None:
-    if packed.dtype != np.uint8 or packed.ndim < 1:
-        raise WorkloadError(f"packed values are uint8 with at least one axis, not {packed.dtype}")
-    if packed.shape[-1] != n_bytes(n):
-        raise WorkloadError(
-            f"n={n} values take {n_bytes(n)} bytes; the rows have {packed.shape[-1]}: give the "
-            "number of values of a row before it was packed"
-        )
-
-
-def _validate_values(values: Any) -> None:
-    if values.size == 0 or (values.max() <= LARGEST and values.min() >= 0):
-        return
-    bad = (values < 0) | (values > LARGEST)
-    first = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape))
-    raise WorkloadError(
-        f"{int(bad.sum())} of {values.size} values are not 0 to 3, so two bits cannot hold them; "
-        f"the first is {int(values[first])} at index {first}: mark what is missing or out of "
-        "range before packing"
-    )
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

@@ -1,14 +1,8 @@
-"""Singular value decompositions of matrices cut into row chunks.
+"""Singular value decompositions of matrices cut into row chunks, and a matrix to check them with.
 
-The reference is ten singular triplets of 200 GB of uint8, from the Dask blog of May 2020
-(https://blog.dask.org/2020/05/13/large-svds), with ``dask.array.linalg.svd_compressed``: that is
-`stock`, and `svd_rows` is the tuned form. All triplets, to rounding, are ``dask.array.linalg.svd``.
-
-Notes
------
-The method of `svd_rows` is the randomised range finder of Halko, Martinsson and Tropp, SIAM Review
-53 (2011), 217-288: with random orthonormal columns Ω, k + oversample of them, Y = AΩ, Q an
-orthonormal basis of Y, B = QᵀA, and the SVD of the small B.
+`plain_svd.approximate` is the plain form, and `svd_rows` the tuned one: the randomised range finder
+of Halko, Martinsson and Tropp, SIAM Review 53 (2011), 217-288: with random orthonormal columns Ω,
+k + oversample of them, Y = AΩ, Q an orthonormal basis of Y, B = QᵀA, and the SVD of the small B.
 
 As in the CholeskyQR family (Yamamoto, Nakatsukasa, Yanagisawa, Fukaya, ETNA 44 (2015), 306-326) Q
 comes from the Gram matrix G = YᵀY: Q = YT with TᵀGT = 1, and B = TᵀZᵀ with Z = AᵀY. Both sums,
@@ -16,16 +10,16 @@ G and Z, come from one reading of A and one Dask task per chunk. So A may be a s
 eps (σ₁/σₖ)²: in float64, singular values down to 1e-6 σ₁ are resolved.
 
 T comes from the eigenvectors of G scaled to unit diagonal rather than from a Cholesky factor,
-because they tell how well G is conditioned, and leave what can be resolved. Z is also what a power
-iteration needs next: Ω ← orth(Z), one more pass for each.
+because they tell how well G is conditioned, and leave what can be resolved.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import dask.array as da
@@ -34,23 +28,21 @@ from numpy.typing import DTypeLike, NDArray
 
 from hpcdask.workloads import (
     SLABS_PER_SLOT,
+    Check,
     Device,
     WorkloadError,
     array_module,
     check_dask,
     check_device,
-    check_sizes,
     check_unmasked,
-    check_whole,
-    client_cupy,
     packing,
-    run_bench,
-    slab_rows,
     to_host,
 )
 
 ASPECT = 500  # rows per column of the reference matrix
 ALIGNED_COLUMNS = 32
+#: Of each check: what is computed in float32 passes too.
+TOLERANCE = 1e-3
 STOCK_CHUNKS = (20_000, 5_000)
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
 #: A GPU multiplies 4 GB of bytes in the time of ten Dask tasks: little data is in few chunks.
@@ -59,11 +51,14 @@ CHUNKS_PER_SLOT: dict[Device, int] = {"cuda": 1, "cpu": SLABS_PER_SLOT}
 TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 30, "cpu": 1 << 22}
 MIN_TILE_ROWS = 64  # each tile updates n x l sums, which takes as long as reading about l rows
 SPLIT_EVERY = 8  # of partial sums, (n + l) x l float64: 3.2 MB at the reference size
-# Chunks of packed rows do not fit those of a basis; NumPy's meta also where chunks are on GPUs
+# Chunks of packed rows do not fit those of a result; NumPy's meta also where chunks are on GPUs
 FREE_FORM: dict[str, Any] = {"align_arrays": False, "dtype": np.float64, "meta": np.empty((0, 0))}
 
 Floats = NDArray[np.floating[Any]]
 Prepare = Callable[[Any], Any]
+
+
+# --- a matrix of known singular values -----------------------------------------------------------
 
 
 def shape_for(nbytes: int) -> tuple[int, int]:
@@ -78,32 +73,92 @@ def shape_for(nbytes: int) -> tuple[int, int]:
     return nbytes // n // ASPECT * ASPECT, n
 
 
-def chunk_rows(
-    shape: tuple[int, int], *, device: Device, n_slots: int, max_nbytes: int | None = None
-) -> tuple[int, ...]:
-    """Choose row chunks of full width (by default at most 4 GB on GPUs, 128 MB on CPUs)."""
-    return slab_rows(
-        *shape,
-        n_slots=n_slots,
-        max_nbytes=MAX_CHUNK_NBYTES[device] if max_nbytes is None else max_nbytes,
-        per_slot=CHUNKS_PER_SLOT[device],
-    )
+def planted(
+    shape: tuple[int, int],
+    rank: int,
+    *,
+    chunks: tuple[tuple[int, ...], tuple[int, ...]],
+    device: Device = "cuda",
+    library: Any = np,
+    packed: bool = False,
+) -> tuple[da.Array, Floats]:
+    """Make a uint8 matrix of known singular values, chunk by chunk on the workers; return both.
 
-
-def stock(x: da.Array, k: int, *, device: Device = "cuda") -> tuple[da.Array, da.Array, da.Array]:
-    """Return ``dask.array.linalg.svd_compressed(x, k)``, as in the blog.
-
-    ``"cuda"`` needs a GPU on the client as well, and returns CuPy arrays.
+    It is constant on ``rank`` x ``rank`` rectangles, with values from a small matrix C, so the
+    singular values are those of diag(√rows) C diag(√columns). ``packed``: 0 to 3, four in a byte.
+    ``library`` is that of the graph's meta: CuPy takes a GPU on the client.
     """
-    check_device(device)
-    check_dask(x)
-    check_whole("k", k)
-    if not 1 <= k <= min(x.shape):
-        raise WorkloadError(f"k={k} is out of range: 1 to {min(x.shape)}")
-    seed = None
-    if device == "cuda":
-        seed = da.random.RandomState(RandomState=client_cupy().random.RandomState)
-    return cast("tuple[da.Array, da.Array, da.Array]", da.linalg.svd_compressed(x, k, seed=seed))
+    if not 1 <= rank <= min(*shape, 64):
+        raise WorkloadError(
+            f"k={rank} is out of range: the test matrix of {shape[0]} x {shape[1]} "
+            f"has 1 to {min(*shape, 64)} non-zero singular values"
+        )
+    meta = library.empty((0, 0), np.uint8)
+    how = {"shape": shape, "rank": rank, "device": device, "packed": packed}
+    cut = (chunks[0], (-(-shape[1] // 4),)) if packed else chunks
+    x = da.map_blocks(_block, chunks=cut, dtype=np.uint8, meta=meta, **how)
+    rows, columns = (np.diff(_group_bounds(size, rank)) for size in shape)
+    small = np.sqrt(rows)[:, None] * _core(rank, packed) * np.sqrt(columns)
+    return x, np.linalg.svd(small, compute_uv=False)
+
+
+def _core(rank: int, packed: bool) -> NDArray[np.uint8]:
+    """Return a matrix of full rank, condition below twenty, distinct singular values."""
+    if packed:  # triangular, with singular values from 2.5 on
+        return (3 * np.eye(rank) + np.triu(np.ones((rank, rank)), 1)).astype(np.uint8)
+    # a falling diagonal over small mixed values
+    i, j = np.indices((rank, rank))
+    core = (3 * i + 5 * j) % 7
+    core[np.diag_indices(rank)] = 250 - 200 * np.arange(rank) // rank
+    return core.astype(np.uint8)
+
+
+def _group_bounds(size: int, rank: int) -> NDArray[np.int64]:
+    return np.arange(rank + 1, dtype=np.int64) * size // rank
+
+
+def _block(
+    *, shape: tuple[int, int], rank: int, device: Device, packed: bool, block_info: Any
+) -> Any:
+    xp = array_module(device)
+    (top, bottom), (start, stop) = block_info[None]["array-location"]
+    if packed:
+        start, stop = 0, shape[1]
+    groups = np.searchsorted(_group_bounds(shape[1], rank), np.arange(start, stop), "right") - 1
+    lines = _core(rank, packed)[:, groups]
+    lines = xp.asarray(packing.pack(lines) if packed else lines)
+    bounds = np.clip(_group_bounds(shape[0], rank), top, bottom) - top
+    out = xp.empty((bottom - top, lines.shape[1]), np.uint8)
+    for group in range(rank):
+        out[bounds[group] : bounds[group + 1]] = lines[group]
+    return out
+
+
+def check(
+    s: Floats,
+    v: Floats,
+    u_gram: Floats,
+    rows: Floats,
+    u_rows: Floats,
+    expected: Floats,
+    tolerance: float = TOLERANCE,
+) -> list[Check]:
+    """Compare an SVD with its known singular values, by some rows of the matrix and of u.
+
+    Shapes: s and expected (k,), v (k, n), u_gram = uᵀu (k, k), rows (p, n), u_rows (p, k).
+    """
+    one, exact = np.eye(s.size), rows.astype(np.float64)
+    residual = np.linalg.norm(exact - u_rows * s @ v) / np.linalg.norm(exact)
+    values = {
+        "singular values, relative error": np.abs(s / expected - 1).max(),
+        "u, orthogonality": np.abs(u_gram - one).max(),
+        "v, orthogonality": np.abs(v @ v.T - one).max(),
+        "sampled rows, relative residual": residual,
+    }
+    return [Check(name, float(value), 0.0, tolerance) for name, value in values.items()]
+
+
+# --- the tuned form -------------------------------------------------------------------------------
 
 
 def svd_rows(
@@ -111,7 +166,6 @@ def svd_rows(
     k: int,
     *,
     oversample: int = 10,
-    n_power_iter: int = 0,
     prepare: Prepare | None = None,
     packed_columns: int | None = None,
     dtype: DTypeLike = np.float64,
@@ -123,14 +177,12 @@ def svd_rows(
     Parameters
     ----------
     x
-        Shape (m, n), real, chunks ``(rows, n)`` of CuPy (``device="cuda"``) or NumPy arrays. Each
-        power iteration reads it once more: persist it then, unless it is cheap to make again.
+        Shape (m, n), real, chunks ``(rows, n)`` of CuPy (``device="cuda"``) or NumPy arrays.
     k, oversample
         Number of singular triplets, at most ``min(m, n)``, and additional columns of the range
-        finder, for values that decrease slowly. Beyond half of the columns, all are used.
-    n_power_iter
-        Additional passes, for values such as 1/i. Where they hardly decrease, as those of random
-        numbers, all stay some percent too low: take ``dask.array.linalg.svd``.
+        finder, for values that decrease slowly. Beyond half of the columns, all are used. Where
+        values hardly decrease, as those of random numbers, all stay some percent too low: take
+        ``dask.array.linalg.svd``.
     prepare
         Turns a tile of rows of ``x`` into floats of the same shape, row by row, whenever it is
         read. It has to be picklable, and must not write into the tile.
@@ -155,34 +207,21 @@ def svd_rows(
         Wrong arguments, before anything is computed; NaN, infinity, masks or overflow, later.
     """
     check_device(device)
-    n, m, work = _check_matrix(x, packed_columns), x.shape[0], np.dtype(dtype)
-    _check_numbers(m, n, work, k=k, oversample=oversample, n_power_iter=n_power_iter, seed=seed)
+    k, wanted = operator.index(k), k + max(0, operator.index(oversample))
+    n, work = _check(x, packed_columns, k), np.dtype(dtype)
+    if work.name not in ("float32", "float64"):
+        raise WorkloadError(f"dtype {work} is not accepted: float32 or float64")
     rows = Rows(n, work.name, device, prepare, packed_columns is not None)
-    how: dict[str, Any] = {"rows": rows, "width": _width(k + oversample, m, n), "seed": seed}
-    basis: tuple[Any, ...] = ()
-    for _ in range(n_power_iter):
-        basis = _small(_orthonormal, (n, how["width"]), _sums(x, basis, how), n=n, m=m), "nl"
-    found = _small(_solve, (2 * n + 1, k), _sums(x, basis, how), *basis[:1], k=k, **how)
+    how: dict[str, Any] = {"rows": rows, "width": _width(wanted, len(x), n), "seed": seed}
+    # All indices are in the result, or dask would not fuse this with what makes x
+    sizes: dict[str, Any] = {"i": 1, "n": n + how["width"]}
+    new = {"new_axes": {"l": how["width"]}, "adjust_chunks": sizes}
+    products = da.blockwise(_products, "inl", x, "in", **new, **how, **FREE_FORM)
+    sums = products.sum(axis=0, split_every=SPLIT_EVERY)
+    shape = {"adjust_chunks": {"a": 2 * n + 1, "b": k}}
+    found = da.blockwise(_solve, "ab", sums, "ab", k=k, **shape, **how, **FREE_FORM)
     u = da.blockwise(_left, "ik", x, "in", found, "nk", rows=rows, **FREE_FORM)
     return u, found[-1], found[n:-1].T
-
-
-def _sums(x: da.Array, basis: tuple[Any, ...], how: dict[str, Any]) -> da.Array:
-    """Add up what `_products` makes of each chunk, in a tree: Z above G, as one block."""
-    n, width = how["rows"].n, how["width"]
-    # All indices are in the result, or dask would not fuse this with what makes x
-    sizes = {"new_axes": {} if basis else {"l": width}, "adjust_chunks": {"i": 1, "n": n + width}}
-    products = da.blockwise(_products, "inl", x, "in", *basis, **sizes, **how, **FREE_FORM)
-    return cast("da.Array", products.sum(axis=0, split_every=SPLIT_EVERY))
-
-
-def _small(
-    function: Callable[..., Any], shape: tuple[int, int], *blocks: da.Array, **how: Any
-) -> da.Array:
-    """Return what a function makes of arrays of one block, as one block of this shape."""
-    pairs = [part for block in blocks for part in (block, "ab")]
-    how |= FREE_FORM | {"adjust_chunks": {"a": shape[0], "b": shape[1]}}
-    return cast("da.Array", da.blockwise(function, "ab", *pairs, **how))
 
 
 def _width(wanted: int, m: int, n: int) -> int:
@@ -194,41 +233,31 @@ def _width(wanted: int, m: int, n: int) -> int:
     return min(n, wanted if 2 * wanted <= side else max(wanted, 2 * side))
 
 
-def _check_numbers(m: int, n: int, work: np.dtype[Any], **numbers: int) -> None:
-    if work.name not in ("float32", "float64"):
-        raise WorkloadError(f"dtype {work} is not accepted: float32 or float64")
-    for name, value in numbers.items():
-        check_whole(name, value)
-    if not 1 <= numbers["k"] <= min(m, n):
-        raise WorkloadError(
-            f"k={numbers['k']} is out of range: a {m} x {n} matrix has {min(m, n)} singular values"
-        )
-
-
-def _check_matrix(x: da.Array, packed_columns: int | None) -> int:
+def _check(x: da.Array, packed_columns: int | None, k: int) -> int:
+    """Return the columns of a matrix that `svd_rows` can decompose; else raise WorkloadError."""
     check_dask(x)
     if x.ndim != 2:
         raise WorkloadError(f"x has {x.ndim} dimensions; an SVD wants a matrix")
-    check_sizes(x)
     if x.dtype.kind not in "buif":
         raise WorkloadError(f"x is {x.dtype}; integers, booleans and real floats are accepted")
-    if min(x.shape) < 1:
-        raise WorkloadError(f"a matrix of {x.shape[0]} x {x.shape[1]} has no singular values")
+    m, n = map(int, x.shape)
     if x.numblocks[1] != 1:
         raise WorkloadError(
             f"the columns of x are split into {x.numblocks[1]} chunks; they have to be of full "
             "width: x = x.rechunk({1: -1})"
         )
-    if packed_columns is None:
-        return cast("int", x.shape[1])
-    check_whole("packed_columns", packed_columns)
-    n_bytes = packing.n_bytes(packed_columns)
-    if x.dtype != np.uint8 or packed_columns < 1 or x.shape[1] != n_bytes:
+    if packed_columns is not None:
+        n = operator.index(packed_columns)
+        n_bytes = packing.n_bytes(n)
+        if x.dtype != np.uint8 or x.shape[1] != n_bytes:
+            raise WorkloadError(
+                f"{n} packed columns are {n_bytes} columns of uint8; x is {x.shape[1]} of {x.dtype}"
+            )
+    if not 1 <= k <= min(m, n):
         raise WorkloadError(
-            f"{packed_columns} packed columns are {n_bytes} columns of uint8; x is {x.shape[1]} of "
-            f"{x.dtype}"
+            f"k={k} is out of range: a {m} x {n} matrix has {min(m, n)} singular values"
         )
-    return packed_columns
+    return n
 
 
 # --- the chunks -----------------------------------------------------------------------------------
@@ -291,13 +320,11 @@ class Rows:
         return tile
 
 
-def _products(
-    block: Any, basis: Any = None, *, rows: Rows, width: int, seed: int
-) -> NDArray[np.float64]:
+def _products(block: Any, *, rows: Rows, width: int, seed: int) -> NDArray[np.float64]:
     """Return Z = AᵀY of a chunk A, and G = YᵀY below it, as (1, n + width, width)."""
     _check_chunk(block, rows.device)
     xp = array_module(rows.device)
-    right = _basis(basis, rows, width, seed)
+    right = _omega(rows.n, width, seed, rows.work, rows.device)
     l = right.shape[1]  # noqa: E741
     zt, gram = xp.zeros((l, rows.n)), xp.zeros((l, l))
     part = xp.empty((l, rows.n), rows.work)
@@ -331,13 +358,6 @@ def _check_chunk(block: Any, device: Device) -> None:
         )
 
 
-def _basis(basis: Any, rows: Rows, width: int, seed: int) -> Any:
-    """Return the basis of a power iteration on the device, or else the random one."""
-    if basis is None:
-        return _omega(rows.n, width, seed, rows.work, rows.device)
-    return array_module(rows.device).asarray(basis, rows.work)
-
-
 @functools.lru_cache(maxsize=4)
 def _omega(n: int, width: int, seed: int, work: str, device: Device) -> Any:
     # Drawn on the host: the same on every worker, and nothing to send with the graph
@@ -358,16 +378,7 @@ def _left(blocks: list[Any], found: list[Any], *, rows: Rows) -> Floats:
 # --- the small matrices, on the host of one worker ------------------------------------------------
 
 
-def _orthonormal(sums: Any, *, n: int, m: int) -> Floats:
-    """Return the basis of the next power iteration."""
-    z = to_host(sums)[:n]
-    # What is past the rank of A is rounding, and must not be taken for its range
-    return cast("Floats", np.linalg.svd(z, full_matrices=False)[0][:, :m])
-
-
-def _solve(
-    sums: Any, basis: Any = None, *, k: int, rows: Rows, width: int, seed: int
-) -> NDArray[np.float64]:
+def _solve(sums: Any, *, k: int, rows: Rows, width: int, seed: int) -> NDArray[np.float64]:
     """Decompose the small matrix B: return what makes u of A (n, k), vᵀ (n, k) and s (1, k).
 
     The signs are those of which no row of v has a negative sum. Zeros are past the rank.
@@ -375,7 +386,7 @@ def _solve(
     n, sums = rows.n, to_host(sums)
     whiten = _whiten(sums[n:], rows.work)
     turn, s, v = np.linalg.svd((sums[:n] @ whiten).T, full_matrices=False)
-    right = _basis(basis, replace(rows, device="cpu"), width, seed) @ (whiten @ turn)
+    right = _omega(n, width, seed, rows.work, "cpu") @ (whiten @ turn)
     sign = np.where(v.sum(axis=1) < 0, -1.0, 1.0)
     out = np.zeros((2 * n + 1, k))
     rank = min(k, len(s))
@@ -393,7 +404,3 @@ def _whiten(gram: Floats, work: str) -> Floats:
     values, vectors = np.linalg.eigh(gram * scale * scale[:, None])
     keep = values > max(noise * values[-1], np.finfo(np.float64).tiny)
     return cast("Floats", vectors[:, keep] / np.sqrt(values[keep]) * scale[:, None])
-
-
-if __name__ == "__main__":
-    run_bench("svd")

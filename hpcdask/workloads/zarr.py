@@ -15,16 +15,8 @@ from typing import Any, cast
 import dask.array as da
 import numpy as np
 
-from hpcdask.workloads import (
-    Device,
-    WorkloadError,
-    array_module,
-    check_device,
-    run_bench,
-    slab_rows,
-)
+from hpcdask.workloads import Device, WorkloadError, array_module, check_device, slab_rows
 
-ZARR_INSTALL = 'pip install "hpcdask[zarr]"'
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
 
 
@@ -33,7 +25,8 @@ def zarr_module() -> Any:
     try:
         return importlib.import_module("zarr")
     except ImportError as exc:
-        raise WorkloadError(f"Zarr stores need zarr-python 3 ({exc}): {ZARR_INSTALL}") from exc
+        install = 'pip install "hpcdask[zarr]"'
+        raise WorkloadError(f"Zarr stores need zarr-python 3 ({exc}): {install}") from exc
 
 
 def find(path: str | os.PathLike[str], component: str | None = None) -> Any:
@@ -56,14 +49,11 @@ def find(path: str | os.PathLike[str], component: str | None = None) -> Any:
         raise WorkloadError(
             f"{name} is a group: say which of its arrays as component=...; its arrays: {names}"
         )
-    if node.ndim != 2:
-        raise WorkloadError(f"{name} has {node.ndim} dimensions {node.shape}; a matrix has 2")
-    if node.dtype.kind not in "buif":
+    if node.ndim != 2 or min(node.shape) < 1 or node.dtype.kind not in "buif":
         raise WorkloadError(
-            f"{name} is {node.dtype}; integers, booleans and real floats are accepted"
+            f"{name} is {node.dtype} of shape {node.shape}: a matrix of integers, booleans or real "
+            "floats is accepted, with one element or more"
         )
-    if min(node.shape) < 1:
-        raise WorkloadError(f"{name} is {node.shape[0]} x {node.shape[1]}: nothing to read")
     return node
 
 
@@ -144,7 +134,3 @@ def _device_store(array: Any) -> Any:
         return importlib.import_module("kvikio.zarr").GDSStore
     except (ImportError, OSError):  # OSError: without the libraries that it loads
         return None
-
-
-if __name__ == "__main__":
-    run_bench("zarr")

@@ -255,7 +255,7 @@ class Notebook:
             if self._ended_by.endswith("watchdog") or not done:
                 with contextlib.suppress(AssertionError):
                     wait_for(
-                        lambda: all(part.endswith(".pem") for part in self.left()),
+                        lambda: all(part.endswith("keys") for part in self.left()),
                         GONE_S,
                         interval=0.3,
                     )
@@ -268,10 +268,10 @@ class Notebook:
     def left(self) -> list[str]:
         """Jobs, processes and, if they are all that is left, keys."""
         found = [*self.jobs(), *describe(leftovers(self.marker)).splitlines()]
-        return found or [str(path) for path in walk(self._folder) if path.suffix == ".pem"]
+        return found or [str(path) for path in walk(self._folder) if path.name.endswith("keys")]
 
     def _clean_up(self) -> None:
-        words = ("cleanup", "--yes", "--folder", str(self._folder))
+        words = ("down", "--dead", "--yes", "--folder", str(self._folder))
         subprocess.run(
             [sys.executable, "-m", "hpcdask.cli", *words],
             env=self.env,

@@ -104,29 +104,16 @@ class Hosts:
             if up:
                 _ip("-n", self.names[1], "route", "replace", "default", "dev", self.links[1])
 
-    def slow(self, port: int, peer_port: int) -> None:
-        """Let what the first host sends from a port to a port of the other go at 200 Mbit/s."""
-        tc = ["netns", "exec", self.names[0], "tc"]
-        device = f"dev {self.links[0]}"
-        match = f"match ip sport {port} 0xffff match ip dport {peer_port} 0xffff"
-        for command in (
-            f"qdisc add {device} root handle 1: htb default 10",
-            f"class add {device} parent 1: classid 1:10 htb rate 40gbit quantum 60000",
-            f"class add {device} parent 1: classid 1:20 htb rate 200mbit quantum 60000",
-            f"filter add {device} parent 1: protocol ip u32 {match} flowid 1:20",
-        ):
-            _ip(*tc, *command.split())
 
-
-def over(hosts: Hosts, name: str, ranks: int = 1) -> Launcher:
-    """Return a launcher on the first host that starts ranks on each, by a stand-in for ssh."""
+def over(hosts: Hosts, name: str) -> Launcher:
+    """Return a launcher on the first host that starts a rank on each, by a stand-in for ssh."""
     if name == "mpich":
         launcher = mpich_launcher()
-        way = ["-launcher", "ssh", "-launcher-exec", str(hosts.wrapper), "-ppn", str(ranks)]
+        way = ["-launcher", "ssh", "-launcher-exec", str(hosts.wrapper), "-ppn", "1"]
         way += ["-hosts", ",".join(hosts.addresses)]
     else:
         launcher = openmpi_launcher()
-        way = ["--prtemca", "plm_ssh_agent", str(hosts.wrapper), "--map-by", f"ppr:{ranks}:node"]
+        way = ["--prtemca", "plm_ssh_agent", str(hosts.wrapper), "--map-by", "ppr:1:node"]
         way += ["--host", ",".join(hosts.addresses)]
     launcher.prefix = [*hosts.prefix(0), *launcher.prefix, *way]
     return launcher

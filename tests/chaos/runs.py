@@ -136,7 +136,7 @@ class Run:
 
     def printed(self) -> list[str]:
         """Lines of standard output."""
-        return list(self.run._lines["out"])
+        return list(self.run.lines["out"])
 
     def over(self) -> bool:
         """Whether the launcher has ended."""
@@ -232,7 +232,7 @@ class Run:
     def _check(self) -> None:
         problems = self._left()
         code = self.run.process.returncode
-        out, err = ("".join(self.run._lines[name]) for name in ("out", "err"))
+        out, err = ("".join(self.run.lines[name]) for name in ("out", "err"))
         done = "\ndone\n" in out
         fatal = self._roles - {*HARMLESS, "stop", "blip"}
         if "wrong" in out or "\nbad" in out:

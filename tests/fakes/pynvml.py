@@ -8,9 +8,9 @@ where the slot is free), ``forbidden`` (true: a cgroup keeps it from this proces
 (UUIDs of the GPUs that NVLink joins it to; null, or left out: not told). What a GPU or slice does
 now stands under ``now``: ``utilisation`` (percent), ``used`` (bytes), ``power`` (mW), ``energy``
 (mJ), ``reasons`` (a bit mask), ``clock`` (MHz), ``temperature`` (°C), and ``fields``: values by
-``number:scope``. What is left out is not supported. FAKE_NVML may be the name of a file. Without
-FAKE_NVML there is no driver. Like the real one it refuses calls before nvmlInit, and counts the
-starts in `starts`.
+``number:scope``, ``links`` (the state of each NVLink), ``remapped`` (rows, as NVML has them) and
+``processes`` (id and bytes of each). What is left out is not supported. FAKE_NVML may be the name
+of a file. Without FAKE_NVML there is no driver. Like the real one it refuses calls before nvmlInit.
 """
 
 import json
@@ -40,7 +40,7 @@ class NVMLError(Exception):
 
 
 class NVMLError_Uninitialized(NVMLError):
-    """Called before nvmlInit or after nvmlShutdown."""
+    """Called before nvmlInit."""
 
 
 class NVMLError_NoPermission(NVMLError):
@@ -67,13 +67,11 @@ class NVMLError_InvalidArgument(NVMLError):
     """There is no such index."""
 
 
-starts = 0  # of NVML from nothing; those while it runs take no time
-_inits = 0
-calls = []  # the UUIDs whose handles were asked for
+_started = False
 
 
 def _gpus():
-    if not _inits:
+    if not _started:
         raise NVMLError_Uninitialized("Uninitialized")
     told = os.environ["FAKE_NVML"]
     if not told.startswith("["):
@@ -83,17 +81,10 @@ def _gpus():
 
 
 def nvmlInit():
-    global _inits, starts
+    global _started
     if "FAKE_NVML" not in os.environ:
         raise NVMLError_LibraryNotFound("NVML Shared Library Not Found")
-    starts += not _inits
-    _inits += 1
-
-
-def nvmlShutdown():
-    global _inits
-    _gpus()
-    _inits -= 1
+    _started = True
 
 
 def nvmlSystemGetDriverVersion():
@@ -140,7 +131,6 @@ def nvmlDeviceGetMemoryInfo(handle, version=None):
 
 
 def nvmlDeviceGetHandleByUUID(uuid):
-    calls.append(uuid)
     for index, gpu in enumerate(_gpus()):
         if gpu["uuid"] == uuid:
             return nvmlDeviceGetHandleByIndex(index)
@@ -188,6 +178,22 @@ def nvmlDeviceGetClockInfo(handle, kind):
 
 def nvmlDeviceGetTemperature(handle, sensor):
     return _now(handle, "temperature")
+
+
+def nvmlDeviceGetNvLinkState(handle, link):
+    links = _now(handle, "links")
+    if link >= len(links):
+        raise NVMLError_InvalidArgument("Invalid Argument")
+    return links[link]
+
+
+def nvmlDeviceGetRemappedRows(handle):
+    return tuple(_now(handle, "remapped"))
+
+
+def nvmlDeviceGetComputeRunningProcesses(handle):
+    found = _now(handle, "processes")
+    return [SimpleNamespace(pid=pid, usedGpuMemory=nbytes) for pid, nbytes in found]
 
 
 def nvmlDeviceGetFieldValues(handle, fields):

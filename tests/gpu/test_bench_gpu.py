@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gpu_launching import nvlink_joins, run_python
 from hpcdask.gpu.devices import Gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
@@ -20,15 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 def bench(*arguments: str, runner: tuple[str, ...] = ()) -> list[dict]:
     """Run on all GPUs of this machine, with options of the runner; the JSON lines."""
     around = ["-m", "hpcdask.run", *runner] if runner else []
-    done = subprocess.run(
-        [sys.executable, *around, "-m", "hpcdask.bench", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(*around, "-m", "hpcdask.bench", *arguments, timeout=170)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -55,7 +46,7 @@ def most_used(gpus: list[Gpu]) -> Iterator[list[int]]:
         thread.join()
 
 
-@pytest.mark.parametrize("operation", ["mean", "std", "transpose", "matmul", "fft", "stencil"])
+@pytest.mark.parametrize("operation", ["std", "fft", "stencil"])
 def test_operations(gpus: list[Gpu], operation: str) -> None:
     argv = ["--operation", operation, "--size", "8GB", "--repeats", "1"]
     for line in bench("array", *argv):
@@ -80,16 +71,19 @@ def test_svd(gpus: list[Gpu], options: list[str]) -> None:
 
 def test_startup_has_the_phases_of_a_gpu(gpus: list[Gpu]) -> None:
     (line,) = bench("startup")
-    names = {part["name"] for part in line["phases"]}
-    assert {"CUDA context", "imports of CUDA packages", "memory pool"} <= names
+    assert {"CUDA context", "imports of CUDA packages", "memory pool"} <= {*line["phases"]}
 
 
 def test_the_report_has_the_heat_map_and_the_gpus(gpus: list[Gpu], tmp_path: Path) -> None:
     if len(gpus) < 2:
         pytest.skip("a single GPU")
     page = tmp_path / "report.html"
-    bench("exchange", "--repeats", "1", "--report", str(page))
+    (line,) = bench("exchange", "--repeats", "1", "--report", str(page))
+    assert line["gpus"]["models"] == {gpus[0].name: len(gpus)}
+    if nvlink_joins(gpus):
+        assert {pair["over"] for pair in line["exchange"]["pairs"]} == {"ucx"}
     text = page.read_text()
+    assert "GPU hours" in text
     assert "Exchange between workers" in text
     assert "mean utilisation" in text
 
@@ -98,11 +92,11 @@ def test_exchange_has_an_all_reduce_where_nccl_is_installed(gpus: list[Gpu]) -> 
     if len(gpus) < 2:
         pytest.skip("a single GPU")
     (line,) = bench("exchange", "--repeats", "3")
-    found = line["result"]["all_reduce"]
-    if "NCCL is not installed" in found.get("missing", ""):
+    found = line["exchange"]["all_reduce"]
+    if "NCCL is not installed" in found["missing"]:
         pytest.skip(found["missing"])
     assert all(check["ok"] for check in line["checks"])
-    assert found["GB/s"] > 1, found
+    assert found["nbytes"] / max(found["seconds"]) > 1e9, found
     assert len(found["seconds"]) == 3
     print(found)
 

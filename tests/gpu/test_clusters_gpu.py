@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 
 import hpcdask
+from gpu_launching import slurm_answers
 from hpcdask.bench.cluster import wait_until_warm
 from hpcdask.clusters.cluster import JobCluster
 from hpcdask.gpu.devices import Gpu
@@ -39,11 +38,6 @@ def make(
     if not slurm_answers():
         pytest.skip("no SLURM that answers")
     return lambda **keywords: hpcdask.SLURMCUDACluster(**asked, **keywords)
-
-
-def slurm_answers() -> bool:
-    ping = ["scontrol", "ping"]
-    return bool(shutil.which("sbatch")) and not subprocess.run(ping, capture_output=True).returncode
 
 
 def live(cluster: JobCluster) -> list[JobState]:
@@ -90,7 +84,7 @@ def test_jobs_exchange_blocks(
         expected = {"ucx"} if protocol == "ucx" and len(gpus) > 1 else set()
         assert set().union(*used.values()) == expected
         if expected:
-            assert any("CUDA IPC is active" in log for log in cluster.job_logs().values())
+            assert "CUDA IPC is active" in cluster._repr_html_()
         tens = [[11.0 * (i + j) for j in range(4)] for i in range(4)]
         assert (y == np.kron(tens, np.ones((1000, 1000)))).all()
         cluster.adapt(minimum=0, maximum=len(gpus))

@@ -19,8 +19,7 @@ MOST_NBYTES = 128 << 20
 
 ALONE = """
 import json
-from hpcdask.gpu.context import make_context
-from hpcdask.gpu.first_use import FirstUse, _steps
+from hpcdask.gpu.context import FirstUse, _steps, make_context
 make_context()
 import cupy
 cupy.zeros(8)
@@ -32,7 +31,7 @@ cupy.get_default_memory_pool().free_all_blocks()
 held = before - free()
 for _ in _steps():
     pass  # would raise what the thread keeps for itself
-print(json.dumps({"over": use.is_over, "held": held}))
+print(json.dumps({"over": not use._thread.is_alive(), "held": held}))
 """
 
 WAITS = """
@@ -40,7 +39,8 @@ import time
 from distributed import Client
 client = Client()
 def over(dask_worker):
-    return dask_worker._first_use.is_over
+    thread = dask_worker._first_use._thread
+    return thread.ident is not None and not thread.is_alive()
 while not all(client.run(over).values()):
     time.sleep(0.1)
 def loaded():
@@ -58,7 +58,7 @@ client = Client()
 print("sum", client.submit(lambda: __import__("cupy").arange(10).sum().item()).result())
 def ends(dask_worker):
     use = dask_worker._first_use
-    return use._stopped.is_set() and (use.is_over or use._thread.ident is None)
+    return use._stopped.is_set() and not use._thread.is_alive()
 while not any(client.run(ends).values()):
     time.sleep(0.1)
 print("stopped")

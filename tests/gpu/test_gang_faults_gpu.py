@@ -26,7 +26,7 @@ from hpcdask.gpu import nccl
 from hpcdask.gpu.devices import Gpu
 from launching import describe, needs, wait_for
 
-GANGS = int(os.environ.get("GANGS", "10"))
+GANGS = int(os.environ.get("GANGS", "4"))
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(300 + 40 * GANGS)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 #: What one rank may do, and what the error then says.
@@ -120,9 +120,8 @@ def outcome(client: Client, kinds: list[str], by: str) -> str:
 
 def what_is_left(client: Client) -> list[object]:
     def gangs(dask_scheduler) -> list:
-        known = dask_scheduler.plugins.get(gang_scheduler.NAME)
         keys = [key for key in dask_scheduler.tasks if "gang" in str(key)]
-        return keys + ([*known._gangs, *known._ranks] if known else [])
+        return keys + gang_scheduler.describe(dask_scheduler)
 
     return list(client.run_on_scheduler(gangs))
 

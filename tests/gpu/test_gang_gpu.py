@@ -171,7 +171,7 @@ def test_torch_over_gloo(example: ModuleType, tmp_path: Path) -> None:
 
 
 def test_an_all_reduce_beside_the_same_without_dask(gpus: list[Gpu], tmp_path: Path) -> None:
-    """Asserts that both are right; ALLREDUCE_JSON names a file for the ratio, ROUNDS how often."""
+    """Both are right; ALLREDUCE_JSON names a file for the ratio, ROUNDS how often."""
     if len(gpus) < 2:
         pytest.skip("a single GPU")
     path = Path(os.environ.get("ALLREDUCE_JSON", tmp_path / "allreduce.json"))
@@ -184,6 +184,7 @@ def test_an_all_reduce_beside_the_same_without_dask(gpus: list[Gpu], tmp_path: P
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    (case,) = (one for one in json.loads(path.read_text())["cases"] if "all-reduce" in one["case"])
-    assert case["ratio"] > 0
+    (case,) = json.loads(path.read_text())["cases"]
+    sides = [side for one in case["rounds"] for side in (one["ours"], one["theirs"])]
+    assert all(side["later"] and "failed" not in side for side in sides)
     print(done.stdout)  # the ratio of seconds: 1.11 is 90 % of the bandwidth

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import dask
@@ -26,8 +25,8 @@ def live(cluster: JobCluster) -> Counter[str]:
     return Counter(job.group for job in cluster.jobs() if job.state not in OVER)
 
 
-@pytest.fixture
-def cluster(gpus: list[Gpu], tmp_path: Path) -> Any:
+@pytest.fixture(scope="module")
+def cluster(gpus: list[Gpu], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One worker on a GPU, two on the CPU."""
     with hpcdask.LocalCUDAJobCluster(
         groups={"gpu": {"rmm_pool_size": "256MiB"}, "cpu": {"device": "cpu", "nthreads": 1}},
@@ -35,7 +34,7 @@ def cluster(gpus: list[Gpu], tmp_path: Path) -> Any:
         processes=1,
         memory="4GiB",
         poll_interval=1,
-        shared_temp_directory=str(tmp_path / "clusters"),
+        shared_temp_directory=str(tmp_path_factory.mktemp("clusters")),
     ) as cluster:
         cluster.scale(gpu=1, cpu=2)
         cluster.wait_for_workers(3, timeout=180)

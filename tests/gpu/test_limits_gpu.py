@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from gpu_launching import run_python
 from hpcdask.gpu.devices import Gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
@@ -18,7 +17,7 @@ PROGRAM = """
 import json, time
 from distributed import Client
 from hpcdask.bench.cluster import inspect
-from hpcdask.bench.limits import measure
+from hpcdask.bench.rates import measure
 
 client = Client()
 cluster = inspect(client, "cuda")
@@ -34,16 +33,8 @@ def test_rates_of_gpus(gpus: list[Gpu], tmp_path: Path, pool: list[str]) -> None
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     chosen = ",".join(gpu.uuid for gpu in gpus[:2])
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcdask.run", *pool, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        stdin=subprocess.DEVNULL,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": chosen},
-    )
-    assert done.returncode == 0, done.stderr
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": chosen}
+    done = run_python("-m", "hpcdask.run", *pool, str(script), env=env)
     told = json.loads(done.stdout.splitlines()[-1])
     rates, n = told["rates"], told["workers"]
     assert n == min(2, len(gpus))

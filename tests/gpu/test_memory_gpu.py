@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gpu_launching import run_python
 from hpcdask.gpu.devices import Gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
@@ -124,19 +125,10 @@ def run(gpu: Gpu, tmp_path: Path) -> Run:
     def runs(program: str, *options: str, fails: bool = False, **environ: str) -> Any:
         script = tmp_path / "program.py"
         script.write_text(HEAD + program)
-        done = subprocess.run(
-            [sys.executable, "-m", "hpcdask.run", *options, str(script), str(gpu.memory)],
-            capture_output=True,
-            text=True,
-            timeout=150,
-            stdin=subprocess.DEVNULL,
-            check=False,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid, **environ},
-        )
-        if fails:
-            return done
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        words = ["-m", "hpcdask.run", *options, str(script), str(gpu.memory)]
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid, **environ}
+        done = run_python(*words, env=env, check=not fails)
+        return done if fails else json.loads(done.stdout.splitlines()[-1])
 
     return runs
 

@@ -6,7 +6,7 @@ import dask
 import numpy as np
 import pytest
 
-from hpcdask.workloads import WorkloadError, packing, planted, svd
+from hpcdask.workloads import WorkloadError, packing, svd
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
@@ -57,10 +57,10 @@ def test_products_of_float16(cupy, shape, columns):
 @pytest.mark.parametrize("n", [40, 43])
 def test_svd_of_integers(cupy, monkeypatch, packed, dtype, n):
     monkeypatch.setitem(svd.TILE_NBYTES, "cuda", 300 * n * 8)
-    x, expected = planted.matrix((2000, n), 4, chunks=((700, 1300), (n,)), packed=packed)
-    how = {"packed_columns": n if packed else None, "dtype": dtype, "n_power_iter": 1}
+    x, expected = svd.planted((2000, n), 4, chunks=((700, 1300), (n,)), packed=packed)
+    how = {"packed_columns": n if packed else None, "dtype": dtype}
     u, s, v = dask.compute(*svd.svd_rows(x, 4, **how), scheduler="synchronous")
     rows = x.compute(scheduler="synchronous").get()
     rows = packing.unpack(rows, n) if packed else rows
-    checks = planted.check(s, v, u.T @ u, rows, u, expected)
+    checks = svd.check(s, v, u.T @ u, rows, u, expected)
     assert all(check.ok for check in checks), checks

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 import deadlocks
@@ -52,28 +50,6 @@ def test_a_rank_that_never_comes_to_an_all_reduce_over_nccl(hanging: Hanging):
         assert "come_to_all_reduce (" in diagnose(report)[0], text
         assert "nccl_barrier (" in diagnose(report)[0], text
         assert not report.unreached
-
-
-def test_locks_of_a_process_that_two_threads_want_in_two_orders(hanging: Hanging):
-    names = ["inner.there", "outer.there"]
-    tasks = hanging.client.map(deadlocks.process_locks, names, workers=hanging.workers[:1])
-    hanging.wait_until_there(*names)
-    report, text = hanging.look(likely="2 Dask tasks on ")
-    assert f"{hanging.workers[0]} wait for a lock of the worker's process" in diagnose(report)[0]
-    assert not report.unreached, text
-    del tasks
-
-
-def test_a_worker_that_is_stopped(hanging: Hanging):
-    name = hanging.workers[-1]
-    (address,) = (one for one, its in hanging.addresses().items() if its == name)
-    worker = psutil.Process(hanging.client.run(os.getpid)[address])
-    worker.suspend()
-    try:
-        _, text = hanging.look(likely=f"Worker {name} is lost: its process {worker.pid}")
-        assert f"kill -CONT {worker.pid}" in text
-    finally:
-        worker.resume()
 
 
 def test_a_loop_in_c_that_holds_python_s_lock(hanging: Hanging):

@@ -11,40 +11,12 @@ import pytest
 
 from chaos.hosts import Hosts, missing, over
 from clock import clock
+from gpu_launching import EXCHANGE
 from hpcdask.gpu.devices import Gpu
 from launching import unavailable
 from running import Site
 
 pytestmark = pytest.mark.gpu
-
-EXCHANGE = """
-import json, os, sys, time
-import dask.array as da, numpy as np
-from distributed import Client
-
-def block(block_id=None):
-    import cupy
-    i, j = block_id
-    return cupy.full((1000, 1000), 10.0 * i + j)
-
-def transports(dask_worker):
-    return list(dask_worker.peer_transports.values())
-
-client = Client()
-x = da.map_blocks(block, chunks=((1000,) * 4, (1000,) * 4), dtype=float, meta=np.empty((0, 0)))
-y = (x + x.T).map_blocks(lambda b: b.get(), meta=np.empty((0, 0))).compute()
-expected = np.kron([[11.0 * (i + j) for j in range(4)] for i in range(4)], np.ones((1000, 1000)))
-workers = client.scheduler_info()["workers"]
-print("exchanged", json.dumps({
-    "right": bool((y == expected).all()),
-    "transports": sorted({one for found in client.run(transports).values() for one in found}),
-    "hosts": sorted(one["host"] for one in workers.values()),
-    "devices": sorted(client.run(os.getenv, "CUDA_VISIBLE_DEVICES").values()),
-}), flush=True)
-while "stay" in sys.argv:
-    client.submit(abs, time.time()).result()
-    time.sleep(0.1)
-"""
 
 
 @pytest.fixture

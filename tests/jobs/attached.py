@@ -1,12 +1,9 @@
 """A notebook that attaches to a detached cluster, computes, and is killed.
 
 ``python attached.py NAME FOLDER COUNT`` has COUNT Dask tasks computed, each of which notes in
-FOLDER that it ran, publishes them as "work", and waits to be killed. ``python attached.py NAME``
-collects and unpublishes them later, and prints the host's name and the results as JSON.
+FOLDER that it ran, publishes them as "work", and waits to be killed.
 """
 
-import json
-import socket
 import sys
 import time
 
@@ -21,20 +18,8 @@ def work(number: int, folder: str) -> int:
     return number * number
 
 
-def collect(name: str) -> None:
-    """Print what was published."""
-    with hpcdask.attach(name) as cluster, cluster.get_client() as client:
-        results = client.gather(client.get_dataset("work"))
-        client.unpublish_dataset("work")
-    print(json.dumps([socket.gethostname(), results]))
-
-
 if __name__ == "__main__":
-    name, *rest = sys.argv[1:]
-    if not rest:
-        collect(name)
-        sys.exit()
-    folder, count = rest
+    name, folder, count = sys.argv[1:]
     client = hpcdask.attach(name).get_client()
     futures = client.map(work, range(int(count)), folder=folder)
     client.publish_dataset(work=futures)

@@ -1,14 +1,14 @@
-"""A program on a login node, for test_namespaces.py: its jobs run on nodes elsewhere.
+"""A program on a login node, for test_two_hosts.py: its jobs run on a node elsewhere.
 
-``python elsewhere.py SHARED COMMAND COMMAND`` prints, in JSON, what its cluster saw. With GANG=1 in
-the environment it has a gang instead, until a node is lost.
-COMMAND is the shell's way into a node: a stand-in for what a queue does with a script.
+``python elsewhere.py SHARED NODE LOGIN_LINK NODE_LINK`` prints, in JSON, what its cluster saw. With
+a fifth word, ``gang``, it has a gang instead, until the node is lost. NODE is the shell's way into
+the node: a stand-in for what a queue does with a script.
 """
 
-import itertools
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -17,106 +17,87 @@ import numpy as np
 
 import hpcdask
 from hpcdask.client.gang import RankContext
+from hpcdask.clusters import options
 from hpcdask.errors import GangError
 from hpcdask.queues.local import LocalQueue
 
-LOGIN_ONLY = Path("/tmp/on-the-login-node")
+shared, node, login_link, node_link, *what = sys.argv[1:]
 
 
-class NodesQueue(LocalQueue):
-    """Processes of this machine, each in one of the nodes in turn."""
-
-    def __init__(self, commands: list[str]) -> None:
-        super().__init__()
-        self._commands = enumerate(itertools.cycle(commands))
+class NodeQueue(LocalQueue):
+    """Processes of this machine, which run on the node."""
 
     async def submit(self, script: str, count: int) -> list[str]:
-        """Start the script as it is, on a node."""
-        ids = []
-        for number, command in itertools.islice(self._commands, count):
-            ids += await super().submit(wrapped(script, number, command), 1)
-        return ids
+        """Submit what runs the script on the node."""
+        return await super().submit(wrapped(script), count)
 
 
-def wrapped(script: str, number: int, command: str) -> str:
-    """A script with the same directives that runs this one on a node."""
-    outer = Path(f"{script}.{number}")
+def wrapped(script: str) -> str:
+    """Write a script with the same directives that runs this one on the node."""
+    outer = Path(f"{script}.outer")
     directives = Path(script).read_text().splitlines()[:2]
-    outer.write_text("\n".join([*directives, f"exec {command} bash {script}", ""]))
+    outer.write_text("\n".join([*directives, f"exec {node} bash {script}", ""]))
     return str(outer)
 
 
-class NodesCluster(hpcdask.LocalCUDAJobCluster):
-    """A cluster on them."""
-
-    def _make_queue(self, job_keywords: dict) -> NodesQueue:
-        return NodesQueue(sys.argv[2:])
-
-
-def look(dask_worker) -> dict:
+def look(dask_worker, path: str) -> dict:
     """What a worker sees of its node."""
     return {
         "address": dask_worker.address,
         "nanny": dask_worker.nanny,
         "host": os.uname().nodename,
-        "scratch": dask_worker.local_directory,
-        "sees the login node's /tmp": LOGIN_ONLY.exists(),
+        "sees the login node's files": os.path.exists(path),
         "fetched from": [transfer["who"] for transfer in dask_worker.transfer_incoming_log],
     }
 
 
-def cluster() -> NodesCluster:
-    """Two jobs, one on each node."""
-    made = NodesCluster(
-        device="cpu",
-        cores=1,
-        processes=1,
-        memory="512MiB",
-        poll_interval=0.3,
-        interface="fast0",
-        scheduler_options={"interface": "login-slow"},
-        shared_temp_directory=sys.argv[1],
-    )
-    made.scale(2)
-    return made
-
-
 def stay(context: RankContext, shared: str) -> None:
     """Say that it runs, and do not end."""
-    Path(shared, f"runs-{os.uname().nodename}").touch()
+    Path(shared, f"runs-{context.rank}").touch()
     threading.Event().wait()
 
 
-def lose_a_node() -> None:
-    """Tell how a gang ends."""
-    with cluster() as made, made.get_client() as client:
-        client.wait_for_workers(2, timeout=180)
-        try:
-            hpcdask.gang(stay, client=client, shared={"shared": sys.argv[1]}, timeout=300, grace=1)
-        except GangError as error:
-            print(json.dumps([str(error), error.host, time.time()]), flush=True)
-
-
-def main() -> None:
+def compute(cluster: hpcdask.LocalCUDAJobCluster, client) -> None:
     """Exchange an array."""
-    LOGIN_ONLY.touch()
-    with cluster() as made, made.get_client() as client:
-        client.wait_for_workers(2, timeout=180)
-        first, second = client.nthreads()
-        array = client.submit(np.arange, 1_000_000, workers=[first])
-        total = client.submit(np.sum, array, workers=[second])
+    first, second = client.nthreads()
+    array = client.submit(np.arange, 1_000_000, workers=[first])
+    total = client.submit(np.sum, array, workers=[second])
+    with tempfile.NamedTemporaryFile() as own:
         seen = {
-            "scheduler": made.scheduler.address,
+            "scheduler": cluster.scheduler.address,
             "total": int(total.result(timeout=180)),
-            "workers": list(client.run(look).values()),
-            "logs": list(made.job_logs().values()),
+            "workers": list(client.run(look, path=own.name).values()),
+            "logs": list(cluster.job_logs().values()),
         }
-    seen["states"] = [job.state for job in made.jobs()]
     print(json.dumps(seen))
 
 
+def lose_the_node(client) -> None:
+    """Tell how a gang ends."""
+    try:
+        hpcdask.gang(stay, client=client, shared={"shared": shared}, timeout=300, grace=1)
+    except GangError as error:
+        print(json.dumps([str(error), error.host, time.time()]), flush=True)
+
+
 if __name__ == "__main__":
-    if "GANG" in os.environ:
-        lose_a_node()
-    else:
-        main()
+    options._local_queue = lambda settings: (NodeQueue(), {})
+    with (
+        hpcdask.LocalCUDAJobCluster(
+            device="cpu",
+            cores=1,
+            processes=1,
+            memory="512MiB",
+            poll_interval=0.3,
+            interface=node_link,
+            scheduler_options={"interface": login_link},
+            shared_temp_directory=f"{shared}/clusters",
+            n_workers=2,
+        ) as cluster,
+        cluster.get_client() as client,
+    ):
+        client.wait_for_workers(2, timeout=180)
+        if what:
+            lose_the_node(client)
+        else:
+            compute(cluster, client)

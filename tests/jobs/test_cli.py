@@ -1,11 +1,10 @@
-"""``hpcdask jobs`` and ``hpcdask cleanup``."""
+"""``hpcdask list --jobs`` and ``hpcdask down --dead``."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpcdask.jobs.folder import ClusterFolder
-from launching import end, leftovers, wait_for
+from launching import end, leftovers, run_cli, wait_for
 
 PROGRAM = Path(__file__).with_name("notebook.py")
 
@@ -58,22 +57,11 @@ class User:
         self.notebooks[-1].communicate()
 
     def hpcdask(self, command: str, *args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "hpcdask.cli", command, "--folder", self.base, *args],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-            env=self.env,
-        )
-        assert done.returncode == code, (done.stdout, done.stderr)
-        assert "Traceback" not in done.stderr
-        return done
+        return run_cli(command, "--folder", self.base, *args, code=code, env=self.env)
 
     def jobs(self, *folders: ClusterFolder) -> dict[str, dict]:
-        """What ``hpcdask jobs --json`` knows of these clusters, by job."""
-        rows = json.loads(self.hpcdask("jobs", "--json").stdout)
+        """What ``hpcdask list --jobs --json`` knows of these clusters, by job."""
+        rows = json.loads(self.hpcdask("list", "--jobs", "--json").stdout)
         names = {folder.name for folder in folders}
         return {row["job"]: row for row in rows if row["cluster"] in names}
 
@@ -94,20 +82,20 @@ def user(tmp_path: Path) -> Iterator[User]:
 def test_jobs_shows_where_each_job_belongs(user):
     living, left = user.cluster("living"), user.left_cluster()
     known = user.jobs(living, left)
-    assert set(known) == {*living.ids(), *left.ids()}
-    row = known[left.ids()[0]]
+    assert set(known) == {*living.submitted(), *left.submitted()}
+    row = known[next(iter(left.submitted()))]
     assert (row["cluster"], row["queue"], row["state"]) == (left.name, "local", "running")
     assert (row["told_by"], row["workers"]) == ("queue", None)
     assert row["notebook"] == {"lives": False, "host": socket.gethostname(), "pid": left.owner.pid}
     assert abs(row["since"] - time.time()) < 600
-    assert known[living.ids()[0]]["notebook"]["lives"] is True
+    assert known[next(iter(living.submitted()))]["notebook"]["lives"] is True
 
-    lines = user.hpcdask("jobs").stdout.splitlines()
+    lines = user.hpcdask("list", "--jobs").stdout.splitlines()
     assert lines[0].split() == ["cluster", "job", "state", "queue", "since", "owner"]
-    (line,) = (line for line in lines if left.ids()[0] in line)
+    (line,) = (line for line in lines if next(iter(left.submitted())) in line)
     words = (
         left.name,
-        left.ids()[0],
+        next(iter(left.submitted())),
         "running (says the queue)",
         "local",
         f"process {left.owner.pid} on",
@@ -120,19 +108,19 @@ def test_jobs_shows_where_each_job_belongs(user):
     )
 
 
-def test_cleanup_ends_what_was_left_and_nothing_else(user):
+def test_down_ends_what_was_left_and_nothing_else(user):
     living, left = user.cluster("living"), user.left_cluster()
     strangers = [
         subprocess.Popen(["sleep", "1000"], env={**user.env, **more})
         for more in ({}, {"HPCDASK_LOCAL_JOB": "1.1.1"}, {"HPCDASK_TAG": left.tag})
     ]
     try:
-        done = user.hpcdask("cleanup", "--yes")
+        done = user.hpcdask("down", "--dead", "--yes")
         assert [process.pid for process in processes(left)] == [strangers[2].pid]
         assert not left.keys.exists()
         assert ClusterFolder.open(left.path).ended is not None
         assert f"{left.name}: cancelling" in done.stdout
-        assert all(job_id in done.stdout for job_id in left.ids())
+        assert all(job_id in done.stdout for job_id in left.submitted())
         assert f"{left.name}: 2 jobs cancelled and gone; no keys are left" in done.stdout
         assert (
             f"{living.name}: kept 2 jobs, since its notebook (process {living.owner.pid}"
@@ -145,35 +133,23 @@ def test_cleanup_ends_what_was_left_and_nothing_else(user):
         for process in strangers:
             process.kill()
             process.wait()
-    assert set(user.jobs(living, left)) == set(living.ids())
-    assert "Nothing was left over." in user.hpcdask("cleanup", "--yes").stdout
+    assert set(user.jobs(living, left)) == set(living.submitted())
+    assert "Nothing was left over." in user.hpcdask("down", "--dead", "--yes").stdout
 
 
-def test_clusters_of_another_home_are_left_alone(user):
-    """Those of people who share an account: `cleanup` said that they stay, or asked about them."""
-    other = User(user.base.with_name("other base"))
-    other.env = {**user.env, "HPCDASK_HOME": str(user.base.with_name("other home"))}
-    theirs = other.left_cluster()
-    user.notebooks += other.notebooks
-    assert "No cluster of yours has jobs." in user.hpcdask("jobs").stdout
-    assert "Nothing was left over." in user.hpcdask("cleanup", "--all", "--yes").stdout
-    assert set(other.jobs(theirs)) == set(theirs.ids())
-    other.hpcdask("cleanup", "--yes")
-    assert not processes(theirs)
-
-
-def test_cleanup_of_a_name(user):
+@pytest.mark.long
+def test_down_of_a_name(user):
     living, left = user.cluster("living"), user.left_cluster()
-    done = user.hpcdask("cleanup", left.name, "no-such", "--yes", code=2)
-    assert done.stderr.startswith("hpcdask: error: no cluster of yours that is not over is called ")
-    assert len(done.stderr.splitlines()) == 1
-    assert left.name in done.stderr
-    done = user.hpcdask("cleanup", code=2)
+    done = user.hpcdask("down", "no-such", code=2)
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("hpcdask: error: "))
+    assert line.startswith("hpcdask: error: no cluster of yours that is not over is called ")
+    assert left.name in line
+    done = user.hpcdask("down", "--dead", code=2)
     assert f"Cancel 2 jobs of {left.name}? Nobody is there to ask: --yes is needed" in done.stderr
     assert len(processes(left)) >= 2
     assert len(processes(living)) >= 2
 
-    done = user.hpcdask("cleanup", living.name, "--yes")
+    done = user.hpcdask("down", living.name)
     assert not processes(living)
     assert "still runs and may submit others" in done.stdout
     assert living.keys.exists()  # the notebook's own
@@ -190,30 +166,14 @@ def elsewhere(folder: ClusterFolder, **change: str) -> None:
 def test_a_notebook_that_cannot_be_seen_is_taken_for_alive(user):
     folder = user.cluster()
     elsewhere(folder, space="pid:[1]")
-    assert user.jobs(folder)[folder.ids()[0]]["notebook"]["lives"] is None
-    done = user.hpcdask("cleanup", "--yes")
+    assert user.jobs(folder)[next(iter(folder.submitted()))]["notebook"]["lives"] is None
+    done = user.hpcdask("down", "--dead", "--yes")
     assert "cannot be seen from here. To cancel:" in done.stdout
     assert "Nothing was left over" not in done.stdout
     assert len(processes(folder)) >= 2
-    user.hpcdask("cleanup", "--all", "--yes")
+    user.hpcdask("down", "--dead", "--all", "--yes")
     assert not processes(folder)
     assert not folder.keys.exists()
-
-
-def test_jobs_of_a_removed_folder_are_known_by_their_tag(user):
-    folder = user.left_cluster()
-    ids = folder.ids()
-    folder.path.rename(user.base / "elsewhere")  # not listed: the name in the tag is another
-    elsewhere(ClusterFolder.open(user.base / "elsewhere"), ended=1.0)
-    found = user.jobs(folder)
-    assert found, "a job that starts now ends for want of its keys"
-    assert set(found) <= set(ids)
-    first = next(iter(found.values()))
-    assert first["notebook"] == {"lives": None, "host": None, "pid": None}
-    user.hpcdask("cleanup", "--all", "--yes")  # they may be another base's
-    assert processes(folder)
-    user.hpcdask("cleanup", folder.name, "--yes")
-    assert not processes(folder)
 
 
 def test_a_cluster_without_jobs(user):
@@ -221,54 +181,28 @@ def test_a_cluster_without_jobs(user):
     folder = user.left_cluster(jobs=0)
     elsewhere(folder, host="laptop")
     hint = f"{folder.name}: its jobs are processes of laptop. There: hpcdask"
-    assert f"{hint} jobs" in user.hpcdask("jobs").stderr
-    assert hint not in user.hpcdask("cleanup").stderr
-    done = user.hpcdask("cleanup", folder.name, code=1)
-    assert f"hpcdask: error: {hint} cleanup {folder.name}" in done.stderr
+    assert f"{hint} list --jobs" in user.hpcdask("list", "--jobs").stderr
+    assert hint not in user.hpcdask("down", "--dead").stderr
+    done = user.hpcdask("down", folder.name, code=1)
+    assert f"hpcdask: error: {hint} down {folder.name}" in done.stderr
     assert folder.keys.exists()
 
     elsewhere(folder, host=socket.gethostname())
-    user.hpcdask("cleanup")
+    user.hpcdask("down", "--dead")
     assert not folder.keys.exists()
     assert ClusterFolder.open(folder.path).ended is not None
 
     elsewhere(folder, ended=time.time() - 31 * 86400)
-    assert f"ended long ago: {folder.name}" in user.hpcdask("cleanup").stdout
+    assert f"ended long ago: {folder.name}" in user.hpcdask("down", "--dead").stdout
     assert not folder.path.exists()
 
 
 def test_a_queue_that_does_not_answer_is_an_error(user):
     left = user.left_cluster()
     elsewhere(user.left_cluster(jobs=0), queue="lsf")
-    done = user.hpcdask("jobs", code=1)
+    done = user.hpcdask("list", "--jobs", code=1)
     assert "there is no bsub on this machine, so nothing is known of the jobs of LSF" in done.stderr
-    assert left.ids()[0] in done.stdout
-    done = user.hpcdask("cleanup", "--yes", code=1)
+    assert next(iter(left.submitted())) in done.stdout
+    done = user.hpcdask("down", "--dead", "--yes", code=1)
     assert "there is no bsub" in done.stderr
     assert not processes(left)
-
-
-def test_a_queue_in_which_nothing_was_is_not_asked(user):
-    """A cluster that only showed its script made `hpcdask jobs` fail for good."""
-    folder = user.left_cluster(jobs=0)
-    for submission in folder.submissions():
-        shutil.rmtree(submission.path)
-    elsewhere(folder, queue="lsf", ended=time.time())
-    assert "No cluster of yours has jobs" in user.hpcdask("jobs").stdout
-
-
-def test_a_base_that_cannot_be_read_is_one_line(user, tmp_path):
-    (tmp_path / "base").symlink_to("base")
-    done = user.hpcdask("jobs", code=2)
-    assert re.fullmatch(r"hpcdask: error: .*base cannot be read: .*\n", done.stderr)
-
-
-def test_without_clusters():
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcdask.cli", "jobs", "--folder", "/nonexistent", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=True,
-    )
-    assert isinstance(json.loads(done.stdout), list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
 import re
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,20 +23,23 @@ from pathlib import Path
 import dask
 import psutil
 import pytest
-from distributed import Client, KilledWorker
+from distributed import Client
 from distributed.core import Status
 
 import hpcdask
-from clock import PATIENCE, stretched
-from hpcdask.clusters import scaling, submitter
-from hpcdask.errors import ClusterError, JobsFailed, NoAnswer, Refused, UsageError
+from clock import stretched
+from hpcdask.clusters import controller
+from hpcdask.clusters.scaling import JobAdaptive
+from hpcdask.errors import ClusterError, JobsFailed, QueueError, Refused, UsageError
+from hpcdask.jobs.folder import ClusterFolder, list_clusters
 from hpcdask.jobs.state import OVER, JobState
 from hpcdask.queues.local import LocalQueue
+from hpcdask.stacks.diagnose import diagnose
 from hpcdask.stacks.look import find, look
 from launching import (
-    agreed_states,
     clean_environment,
     decide_again,
+    run_cli,
     until,
     wait_for,
     walk,
@@ -47,7 +50,7 @@ ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_in
 
 
 def keys(base: Path) -> list[Path]:
-    return [path for path in walk(base) if path.suffix == ".pem"]
+    return [path for path in walk(base) if path.name.endswith("keys")]
 
 
 def make(folder: Path, **keywords) -> hpcdask.LocalCUDAJobCluster:
@@ -62,6 +65,21 @@ def pids(client: Client) -> dict[str, int]:
     """Process ids of the workers, by the workers' names."""
     found = client.run(lambda dask_worker: (str(dask_worker.name), os.getpid()))
     return dict(found.values())
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_a_client_exchanges_data_with_the_workers_themselves(folder: Path, secure: bool):
+    """The scheduler notes what it is asked to gather or to scatter."""
+    security = {} if secure else {"security": False}
+    with make(folder, **security) as cluster, Client(cluster) as client:
+        cluster.scale(1)  # none was there to be tried
+        wait_for(lambda: client.direct_to_workers, 180, "a worker to be reached")
+        there = client.scatter([1, 2])
+        assert sum(client.gather(there)) == 3
+        assert not {event["action"] for _, event in client.get_events("all")} & {
+            "gather",
+            "scatter",
+        }
 
 
 def test_scale_up_and_down(folder: Path):
@@ -79,6 +97,13 @@ def test_scale_up_and_down(folder: Path):
         wait_for(lambda: states(cluster) == [JobState.RUNNING] * 2, 10, "both to run")
         assert "2 running" in repr(cluster)
         assert "2 running" in cluster._repr_html_()
+
+        def listed() -> bool:
+            rows = json.loads(run_cli("list", "--jobs", "--json", "--folder", folder).stdout)
+            jobs = {row["job"]: row["state"] for row in rows if row["cluster"] == cluster.id}
+            return jobs == {job.id: "running" for job in cluster.jobs()}
+
+        wait_for(listed, 20, "the list to say that both run")
         ids = {job.id for job in cluster.jobs()}
         assert {
             name.removeprefix(f"{cluster.id}-").rsplit("-", 2)[0] for name in pids(client)
@@ -125,30 +150,6 @@ def test_scale_up_and_down(folder: Path):
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in logs)
 
 
-@pytest.mark.long
-def test_all_accounts_of_a_job_say_the_same_state(folder: Path):
-    """`hpcdask jobs` did not know of workers, and said that those which ran were starting."""
-    gate = folder.parent / "gate"
-    prologue = [f"while [ ! -e {gate} ]; do sleep 0.1; done"]
-    with make(folder, gpus_per_job=1, job_script_prologue=prologue) as cluster:
-        cluster.queue.gpus = tuple(f"GPU-{uuid.uuid4()}" for _ in range(2))
-        command = [sys.executable, "-m", "hpcdask.cli", "jobs", "--folder", str(folder)]
-        cluster.scale(3)
-        started = ["pending", "starting", "starting"]
-        wait_for(lambda: agreed_states(cluster, *command) == started, 60, "two to start")
-        path = cluster._folder.path / "jobs.json"
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        gate.touch()
-        running = ["pending", "running", "running"]
-        wait_for(lambda: agreed_states(cluster, *command) == running, 120, "two to run")
-        written = path.stat().st_mtime_ns
-        cluster.sync(decide_again, cluster, times=3)
-        assert path.stat().st_mtime_ns == written  # nothing is new
-        cluster.scale(2)
-        wait_for(lambda: agreed_states(cluster, *command) == ["running"] * 2, 60, "two alone")
-    assert cluster.id not in subprocess.check_output(command, text=True)
-
-
 def test_the_preview_is_what_is_submitted(folder: Path):
     with make(folder, job_script_prologue=["export GREETING='it''s me'"]) as cluster:
         preview = cluster.job_script()
@@ -187,6 +188,7 @@ def test_a_job_that_dies_is_replaced_and_no_result_is_lost(folder: Path):
         assert victim not in pids(client)
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_is_told_to_the_notebook(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ):
@@ -209,8 +211,25 @@ def test_a_worker_that_dies_is_told_to_the_notebook(
     assert "".join(told).count("is replaced") == 1
 
 
+def test_a_worker_that_takes_too_much_memory_is_told_of_by_that(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+):
+    """Regression: the notebook read "killed by SIGKILL" and nothing of memory."""
+    with make(folder, n_workers=1, memory="400MiB") as cluster, cluster.get_client() as client:
+        client.wait_for_workers(1, timeout=180)
+        taking = client.submit(lambda: (b"x" * 2**29, time.sleep(60))[1], pure=False)
+        told: list[str] = []
+
+        def heard() -> bool:
+            told.append(capfd.readouterr().err)
+            return "used more than its 400.00 MiB of memory (memory=" in "".join(told)
+
+        wait_for(heard, 60, "the nanny's line")
+        taking.cancel()
+
+
 def test_several_workers_per_job_come_and_go_together(folder: Path):
-    """And `worker_extra_args` of dask-jobqueue reach them."""
+    """`worker_extra_args` of dask-jobqueue reach them, too."""
     keywords = {"gpus_per_job": 2, "worker_extra_args": ["--resources", "GPU=2", "--nthreads 3"]}
     with make(folder, **keywords) as cluster, cluster.get_client() as client:
         cluster.scale(3)  # workers: two jobs
@@ -250,24 +269,6 @@ def test_three_jobs_that_do_not_start_are_enough(folder: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.count("jobs in a row") == 1
 
 
-def test_an_answer_that_makes_no_sense_does_not_end_the_watch(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-):
-    with make(folder) as cluster:
-        real, asked = cluster.queue.query, []
-
-        async def query(ids):
-            asked.append(ids)
-            if len(asked) == 1:
-                raise ValueError("not a number")
-            return await real(ids)
-
-        cluster.queue.query = query
-        cluster.scale(1)
-        wait_for(lambda: len(asked) > 2, 30, "more queries")
-    assert capsys.readouterr().err.count("ValueError: not a number. What the jobs do") == 1
-
-
 class Slow(LocalQueue):
     """Takes one job a command, when it is let, and starts none of them."""
 
@@ -275,7 +276,6 @@ class Slow(LocalQueue):
         super().__init__()
         self.let = asyncio.Semaphore(let)
         self.commands = 0
-        self.queries = 0
 
     def let_all(self) -> None:
         for _ in range(1000):
@@ -289,12 +289,9 @@ class Slow(LocalQueue):
         self.commands += 1
         return await super().submit(script, count)
 
-    async def query(self, ids):
-        self.queries += 1
-        return await super().query(ids)
-
-    def _start(self, entry) -> str:
-        return "Resources"
+    def _start_all(self, waiting) -> None:
+        for entry in waiting:
+            entry.reason = "Resources"
 
 
 @contextlib.asynccontextmanager
@@ -305,52 +302,29 @@ async def under_way(folder: Path) -> AsyncIterator[tuple]:
     async with cluster:
         scaling = asyncio.ensure_future(cluster.scale(30))
         await until(lambda: queue.commands == 3 and queue.let.locked(), 30, "three jobs")
-        yield cluster, queue, scaling
+        yield cluster, queue
         queue.let_all()
         await asyncio.wait_for(scaling, 60)  # it returns
 
 
-def test_close_stops_a_submission_under_way(folder: Path):
+@pytest.mark.parametrize("how", ["close", "scale"])
+def test_a_submission_under_way_is_stopped(folder: Path, how: str):
     async def work() -> None:
-        async with under_way(folder) as (cluster, queue, _):
-            closing = asyncio.ensure_future(cluster.close())
-            await until(lambda: cluster.controller.is_closing, what="the cluster to close")
+        async with under_way(folder) as (cluster, queue):
+            control = cluster.controller
+            ending = asyncio.ensure_future(cluster.close() if how == "close" else cluster.scale(0))
+            await until(lambda: control.closing or control.groups[""].wanted == 0, what="the wish")
             queue.let_all()
-            await closing
-            assert queue.commands <= 4
-            assert set(states(cluster)) == {JobState.CANCELLED}
-
-    asyncio.run(work())
-
-
-def test_scale_0_stops_a_submission_under_way(folder: Path):
-    async def work() -> None:
-        async with under_way(folder) as (cluster, queue, _):
-            scaling = asyncio.ensure_future(cluster.scale(0))
-            await until(
-                lambda: cluster.controller.groups[""].state.wanted == 0, what="the wish to change"
-            )
-            queue.let_all()
-            await scaling
+            await ending
             assert queue.commands <= 4
             assert all(job.cancelled for job in cluster.jobs())
 
     asyncio.run(work())
 
 
-def test_jobs_are_watched_while_others_are_submitted(folder: Path):
-    async def work() -> None:
-        async with under_way(folder) as (_, queue, _):
-            seen = queue.queries
-            await until(lambda: queue.queries >= seen + 3, 30, "three queries")
-            assert queue.commands == 3
-
-    asyncio.run(work())
-
-
 @pytest.mark.long
 def test_scale_in_an_event_loop_works_without_await_too(folder: Path):
-    """As that of distributed's clusters."""
+    """`scale` of distributed's clusters does so, too."""
 
     async def work() -> None:
         async with make(folder, asynchronous=True) as cluster:
@@ -376,8 +350,9 @@ def test_scale_in_an_event_loop_works_without_await_too(folder: Path):
     asyncio.run(work())
 
 
+@pytest.mark.long
 def test_a_cluster_closes_with_its_scheduler(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """It went on as if it ran, and submitted jobs that found no scheduler."""
+    """Regression: it went on submitting jobs that found no scheduler."""
     with make(folder, death_timeout="3s") as cluster:
         cluster.scale(2)
         cluster.wait_for_workers(2, timeout=180)
@@ -394,48 +369,11 @@ def test_a_cluster_closes_with_its_scheduler(folder: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.count("the scheduler was shut down") == 1
 
 
-class Busy(LocalQueue):
-    """Takes one job, and then no more until it is let."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 1
-        self.refused = 0
-
-    async def submit(self, script: str, count: int) -> list[str]:
-        if len(self._entries) + count > self.most:
-            self.refused += 1
-            raise Refused("QOSMaxSubmitJobPerUserLimit", for_now=True)
-        return await super().submit(script, count)
-
-
-@pytest.mark.long
-def test_a_limit_of_the_site_keeps_what_runs_and_goes_on_later(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(submitter, "RETRY_S", (0.2, 0.4))
-    queue = Busy()
-    monkeypatch.setattr(hpcdask.LocalCUDAJobCluster, "_make_queue", lambda self, keywords: queue)
-    with make(folder) as cluster, cluster.get_client() as client:
-        cluster.scale(2)  # which is told nothing but a warning
-        client.wait_for_workers(1, timeout=180)
-        tried = queue.refused
-        wait_for(lambda: queue.refused > tried + 1, 30, "two more attempts")
-        assert cluster.failure is None
-        assert len(cluster.jobs()) == 1
-        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
-        queue.most = 2
-        client.wait_for_workers(2, timeout=180)
-    said = capsys.readouterr().err
-    told = "warning: QOSMaxSubmitJobPerUserLimit. 1 of 2 jobs are there; trying again later"
-    assert said.count("QOSMaxSubmitJobPerUserLimit") == said.count(told) == 1
-
-
 def test_one_idle_sample_cancels_nothing(folder: Path):
     """A burst's work comes with pauses, and jobs wait for hours."""
     samples: list[int] = []
 
-    class Sampled(scaling.JobAdaptive):
+    class Sampled(JobAdaptive):
         async def safe_target(self) -> int:
             samples.append(len(cluster.jobs()))
             return 2 if len(samples) % 3 else 0
@@ -461,7 +399,7 @@ def test_workers_that_do_not_connect_in_time_are_told_so(folder: Path):
 
 
 def test_a_close_that_was_given_up_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Such as by Ctrl-C: nothing could end the jobs then before the notebook's end."""
+    """Regression: after Ctrl-C in `close` nothing ended the jobs before the notebook's end."""
     end_jobs = LocalQueue.cancel
     let_go = threading.Event()
 
@@ -482,33 +420,83 @@ def test_a_close_that_was_given_up_goes_on(folder: Path, monkeypatch: pytest.Mon
         assert not keys(folder)
 
 
-@pytest.mark.long
-def test_a_queue_that_does_not_answer_is_asked_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_close_that_failed_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Regression: the second call returned without a word while jobs lived."""
+    cancel, errors = LocalQueue.cancel, [QueueError("scancel did not answer")] * 100
+
+    async def refuse(self, ids) -> None:
+        if errors:
+            raise errors.pop()
+        await cancel(self, ids)
+
+    monkeypatch.setattr(LocalQueue, "cancel", refuse)
+    monkeypatch.setattr(controller, "CLOSE_S", 0.3)
+    cluster = make(folder, job_script_prologue=["trap '' TERM; sleep 1000"])
+    cluster.scale(1)
+    with pytest.raises(QueueError, match="these jobs are still in the queue"):
+        cluster.close()
+    with pytest.raises(QueueError, match="these jobs are still in the queue"):
+        cluster.close()
+    errors.clear()
+    monkeypatch.setattr(controller, "CLOSE_S", 60.0)
+    cluster.close()
+    assert cluster.status == Status.closed
+    assert states(cluster) == [JobState.CANCELLED]
+    assert [one.ended is None for one in list_clusters(folder)] == [False]
+
+
+def test_a_refusal_is_raised_once_and_shown_by_all_views(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """One bad minute of a long run ended the cluster, and failed what waited for workers."""
-    take = LocalQueue.submit
-    answers = iter([True, False, False, True])
+    async def refuse(self, script: str, count: int) -> list[str]:
+        raise Refused("Invalid account")
 
-    async def submit(self, script: str, count: int) -> list[str]:
-        if next(answers):
-            return await take(self, script, count)
-        raise NoAnswer("sbatch did not answer")
+    monkeypatch.setattr(LocalQueue, "submit", refuse)
+    with pytest.raises(Refused, match="Invalid account") as error:
+        make(folder, n_workers=1)
+    assert len(error.traceback) < 5
+    with make(folder) as cluster:
+        with pytest.raises(Refused, match="Invalid account") as error:
+            cluster.scale(1)
+        assert len(error.traceback) < 5
+        assert "Invalid account" not in capfd.readouterr().err
+        assert "Invalid account" in repr(cluster)
+        told = ClusterFolder.open(folder / cluster.id)
+        wait_for(lambda: told.report().problem, 20, "it to be told")
+        words = [sys.executable, "-m", "hpcdask.cli", "list", "--json", "--folder", str(folder)]
+        (row,) = json.loads(subprocess.check_output(words))
+        assert row["why"] == "the cluster submits no more jobs: Invalid account"
+        words[4] = "--jobs"
+        shown = subprocess.run(words, capture_output=True, text=True, check=True)
+        line = f"{cluster.id}: the cluster submits no more jobs: Invalid account"
+        assert line in shown.stderr.splitlines()
+        report = asyncio.run(look(find(cluster.id, str(folder))))
+        assert "The cluster submits no more jobs: Invalid account" in diagnose(report)
+        cluster.scale(0)
+        wait_for(lambda: not told.report().problem, 20, "it to be over")
 
-    monkeypatch.setattr(LocalQueue, "submit", submit)
-    monkeypatch.setattr(submitter, "RETRY_S", (0.2, 1.0))
-    with make(folder) as cluster, cluster.get_client() as client:
-        monkeypatch.setattr(cluster.controller.groups[""]._submitter, "_retry_s", 0.2)
-        cluster.scale(1)
-        client.wait_for_workers(1, timeout=180)
-        cluster.scale(1)  # which has nothing to submit, and nobody waits for it any more
-        (job,) = cluster.jobs()
-        asyncio.run(cluster.queue.cancel([job.id]))
-        wait_for(lambda: len(cluster.jobs()) == 2, 30, "another job")
-        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
-        assert cluster.failure is None
-    said = capsys.readouterr().err
-    assert said.count("sbatch did not answer. 0 of 1 jobs are there; trying again later") == 1
+
+def test_a_working_folder_that_all_may_write_in_is_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Regression: such a folder silently left the workers' module path."""
+    (project := tmp_path / "project").mkdir()
+    project.chmod(0o777)
+    monkeypatch.chdir(project)
+    with make(folder):
+        told = capfd.readouterr().err
+    assert f"warning: workers import no modules from {project}" in told
+    assert f"(mode 777): chmod o-w {project}" in told
+
+
+def test_a_dashboard_link_with_a_variable_that_is_not_set(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+):
+    link = "{NOT_SET_HERE}proxy/{port}/status"
+    with dask.config.set({"distributed.dashboard.link": link}), make(folder) as cluster:
+        assert re.search(r"dashboard http://127.0.0.1:\d+/status\)", repr(cluster))
+        assert cluster.dashboard_link in repr(cluster)
+    assert capfd.readouterr().err.count("NOT_SET_HERE, which is not set here") == 1
 
 
 async def enter(cluster: hpcdask.LocalCUDAJobCluster) -> None:
@@ -542,15 +530,11 @@ def test_an_asynchronous_start_that_fails_leaves_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["scale", pytest.param("adapt", marks=pytest.mark.long)])
-def test_work_longer_than_the_walltime(folder: Path, how: str):
+def test_work_longer_than_the_walltime(folder: Path):
     """Of many Dask tasks, it goes on."""
     limit = max(24, stretched(12))  # time for a new job to come and take over
     with make(folder, walltime=f"{limit}s") as cluster, cluster.get_client() as client:
-        if how == "scale":
-            cluster.scale(2)
-        else:
-            cluster.adapt(minimum=2, maximum=2, interval="100ms")
+        cluster.scale(2)
         client.wait_for_workers(2, timeout=180)
         start = time.monotonic()
         first = client.map(lambda number: (number, os.urandom(4)), range(8), pure=False)
@@ -566,20 +550,6 @@ def test_work_longer_than_the_walltime(folder: Path, how: str):
         assert len(cluster.jobs()) <= 2 * (2 + (time.monotonic() - start) / 9)
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_task_longer_than_the_walltime_ends_with_an_error(folder: Path):
-    walltime = f"{max(8, stretched(4))}s"
-    with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 1}),
-        make(folder, walltime=walltime, n_workers=1) as cluster,
-        cluster.get_client() as client,
-    ):
-        with pytest.raises(KilledWorker):
-            client.submit(time.sleep, 3600).result(timeout=600)
-        assert cluster.failure is None
-
-
 NOTEBOOK = """
 import sys, time
 from hpcdask import LocalCUDAJobCluster
@@ -591,8 +561,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("SIGTERM", marks=pytest.mark.long), "SIGKILL"])
-def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
+def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path):
     program = tmp_path / "notebook.py"
     program.write_text(NOTEBOOK)
     keywords = repr({**ONE, "shared_temp_directory": str(folder)})
@@ -607,71 +576,17 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path, how: str):
     )
     assert notebook.stdout is not None
     assert notebook.stdout.readline() == "here\n"
-    notebook.send_signal(signal.Signals[how])
-    notebook.communicate(timeout=PATIENCE * 30)
-    assert notebook.returncode == -signal.Signals[how]
+    notebook.kill()
+    notebook.communicate()
+
     # the fixture waits for the jobs, their processes and the keys to be gone
-
-
-def run_with_keywords(text: str, folder: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program whose argument is the keywords of a cluster in this folder."""
-    program = tmp_path / "program.py"
-    program.write_text(text)
-    return subprocess.run(
-        [sys.executable, program, repr({**ONE, "shared_temp_directory": str(folder)})],
-        env={**clean_environment(), "PYTHONPATH": str(Path(__file__).parents[1])},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE * 60,
-    )
-
-
-ENDING = """
-import atexit, sys
-from hpcdask import LocalCUDAJobCluster
-cluster = LocalCUDAJobCluster(**eval(sys.argv[1]))
-client = cluster.get_client()
-cluster.scale(1)
-client.wait_for_workers(1, timeout=180)
-atexit.register(lambda: print(cluster.status.name, client.status))
-"""
-
-
-@pytest.mark.long
-def test_what_a_program_does_at_its_end_has_the_cluster(folder: Path, tmp_path: Path):
-    done = run_with_keywords(ENDING, folder, tmp_path)
-    assert done.stdout == "running running\n", done.stderr
-    assert not done.stderr
-
-
-FORKING = """
-import os, sys, warnings
-from clock import clock
-from hpcdask import LocalCUDAJobCluster
-cluster = LocalCUDAJobCluster(**eval(sys.argv[1]))
-start = clock()
-warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of every such fork
-if not (child := os.fork()):
-    sys.exit(3)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), clock() - start < 5)
-print(os.path.exists(cluster.scheduler.local_directory), cluster.status.name)
-cluster.close()
-"""
-
-
-@pytest.mark.long
-def test_a_forked_child_leaves_the_cluster_alone(folder: Path, tmp_path: Path):
-    """Its end took 10 s, and removed what the scheduler has on disk."""
-    done = run_with_keywords(FORKING, folder, tmp_path)
-    assert done.stdout == "3 True\nTrue running\n", done.stderr
-    assert not done.stderr
 
 
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
         ({"memory": "lots"}, "memory: 'lots' is not an amount of memory"),
+        ({"memory": 64}, 'memory=64 means 64 bytes: write memory="64GiB"'),
         (
             {"memory": "1GB", "processes": 16, "cores": 16},
             "a job's memory of 1,000,000,000 bytes is 62,500,000 for each of its 16 workers",
@@ -692,34 +607,18 @@ def test_a_forked_child_leaves_the_cluster_alone(folder: Path, tmp_path: Path):
         ({"worker_extra_args": ["--name", "ann"]}, "named after their jobs"),
         ({"host": "10.0.0.1"}, "belongs to the scheduler: scheduler_options"),
         ({"cores": 0}, "cores=0"),
-        ({"poll_interval": -1}, "poll_interval: -1 is not a time. Accepted: 90s"),
         ({"poll_interval": timedelta(0)}, "poll_interval: 0.0 is not a time"),
-        ({"start_timeout": "nan"}, "start_timeout: 'nan' is not a time"),
-        ({"memory": 0}, "memory: 0 is not an amount of memory for a job. Accepted: .*bytes$"),
-        ({"memory": "auto"}, "memory: 'auto' is not an amount of memory for a job"),
         (
             {"job_extra_directives": "--qos=x"},
             re.escape("job_extra_directives='--qos=x' is a text: give a list, ['--qos=x']"),
         ),
         ({"n_workers": -1}, "n_workers=-1 is not a number of workers: 0, 1, 2, …"),
-        ({"n_workers": "2"}, "n_workers='2' is not a number of workers"),
-        ({"nodes_per_job": "2"}, "nodes_per_job='2' is not a number of nodes: 1, 2, 3, …"),
     ],
 )
 def test_bad_input_starts_nothing(folder: Path, keywords: dict, message: str):
     with pytest.raises(UsageError, match=message):
         make(folder, **keywords)
     assert not folder.exists()
-
-
-def test_directives_written_for_dask_jobqueue_count(folder: Path):
-    keywords = {"device": "auto", "cores": 8, "memory": "8GiB", "shared_temp_directory": folder}
-    keywords |= {"job_extra_directives": ["--gres=gpu:a100:4"]}
-    with hpcdask.SLURMCUDACluster(**keywords) as cluster:
-        script = cluster.job_script()
-        assert script.count("gpu") == 1
-        assert "#SBATCH --gres=gpu:a100:4\n" in script
-        assert "--workers 4" in script
 
 
 def test_a_comment_of_ones_own_is_replaced_and_told(
@@ -735,27 +634,6 @@ def test_a_comment_of_ones_own_is_replaced_and_told(
     assert line.startswith("hpcdask: warning: the directive '--comment mine' has no effect")
 
 
-@pytest.mark.parametrize(
-    ("directive", "workers"),
-    [
-        ("--gres=nvme:500,gpu:4", 4),
-        ("--gpus-per-node=a100:2", 2),
-        ("-G 6", 3),
-        ("--gres=nvme:500 -G 6", 3),
-    ],
-)
-def test_directives_for_each_of_two_nodes(folder: Path, directive: str, workers: int):
-    keywords = {"cores": 8, "memory": "8GiB", "shared_temp_directory": folder, "nodes_per_job": 2}
-    keywords |= {"job_extra_directives": [directive]}
-    with hpcdask.SLURMCUDACluster(**keywords) as cluster:
-        assert f"--workers {workers}" in cluster.job_script()  # of one node
-
-
-def test_a_local_job_of_several_nodes_is_refused(folder: Path):
-    with pytest.raises(UsageError, match="nodes_per_job=2: jobs of several nodes are for SLURM"):
-        make(folder, nodes_per_job=2)
-
-
 def test_bad_numbers_submit_nothing(folder: Path):
     with make(folder) as cluster:
         with pytest.raises(UsageError, match="minimum of 3 workers is above the maximum of 2"):
@@ -767,48 +645,18 @@ def test_bad_numbers_submit_nothing(folder: Path):
         cluster.scale(1)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"n": "2"}, "scale: n='2' is not a number of workers: 0, 1, 2, …"),
-        ({"n": 1.5}, "scale: n=1.5 is not a number of workers"),
-        ({"jobs": "2"}, "scale: jobs='2' is not a number of jobs"),
-        ({"cores": -4}, "scale: cores=-4 is not a number of cores"),
-    ],
-)
-def test_scale_takes_numbers_only(folder: Path, keywords: dict, message: str):
-    with make(folder) as cluster:
-        with pytest.raises(UsageError, match=re.escape(message)):
-            cluster.scale(**keywords)
-        assert not cluster.jobs()
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"interval": "soon"}, "interval: 'soon' is not a time"),
-        ({"target_duration": 0}, "target_duration: 0 is not a time"),
-        ({"minimum": -1}, "adapt: minimum=-1 is not a number of workers: 0, 1, 2, …"),
-        ({"minimum_jobs": -1}, "adapt: minimum_jobs=-1 is not a number of jobs"),
-        ({"maximum": "2"}, "adapt: maximum='2' is not a number of workers"),
-        ({"maximum": 1}, "adapt: the maximum of 1 workers is less than a job, which has 2"),
-        ({"maximum_memory": "1MB"}, "is less than a job, which has 2"),
-        (
-            {"minimum": 3, "maximum": 3},
-            "minimum of 4 workers is above the maximum of 2, in whole jobs",
-        ),
-    ],
-)
-def test_a_bad_option_of_adapt_is_told_and_forgotten(folder: Path, keywords: dict, message: str):
+def test_adapt_counts_in_whole_jobs_and_forgets_a_bad_option(folder: Path):
+    """Regression: a maximum of 3 workers in jobs of 2 became two jobs, which are 4."""
     with make(folder, processes=2, cores=2) as cluster:
-        with pytest.raises(UsageError, match=re.escape(message)):
-            cluster.adapt(**keywords)
-        assert cluster.adapt(maximum=2).maximum == 2
-
-
-def test_adapt_counts_in_whole_jobs(folder: Path):
-    """A maximum of 3 workers in jobs of 2 became two jobs, which are 4."""
-    with make(folder, processes=2, cores=2) as cluster:
+        for keywords, message in [
+            ({"interval": "soon"}, "interval: 'soon' is not a time"),
+            ({"minimum": -1}, "adapt: minimum=-1 is not a number of workers: 0, 1, 2, …"),
+            ({"maximum": 1}, "adapt: the maximum of 1 workers is less than a job, which has 2"),
+            ({"maximum_memory": "1MB"}, "is less than a job, which has 2"),
+            ({"minimum": 3, "maximum": 3}, "minimum of 4 workers is above the maximum of 2, in wh"),
+        ]:
+            with pytest.raises(UsageError, match=re.escape(message)):
+                cluster.adapt(**keywords)
         adaptive = cluster.adapt(minimum=1, maximum=3)
         assert (adaptive.minimum, adaptive.maximum) == (2, 2)
         adaptive = cluster.adapt(maximum_jobs=2)
@@ -825,7 +673,7 @@ def test_importing_dask_jobqueue_leaves_ctrl_c_alone(folder: Path):
 
 
 def test_nothing_of_the_current_folder_goes_before_what_is_installed(tmp_path, monkeypatch):
-    """A stranger may have put it there; what lies there alone is found all the same."""
+    """A stranger may have put modules there; those that are nowhere else are still found."""
     put_modules(tmp_path, "hpcdask", "distributed", "yaml", "multiprocessing")
     (tmp_path / "only_here.py").write_text("ANSWER = 42")
     monkeypatch.setenv("OWNED", str(tmp_path / "owned"))

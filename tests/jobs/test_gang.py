@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import importlib.util
 import os
-import pickle
 import random
 import signal
 import socket
@@ -20,15 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cloudpickle
-import dask.array as da
 import numpy as np
 import psutil
 import pytest
-from distributed import Client, LocalCluster, Scheduler, wait
-from distributed.client import futures_of
+from distributed import Client, LocalCluster
 
 import hpcdask
-from clock import clock, stretched
+from clock import stretched
 from hpcdask.client import gang_scheduler
 from hpcdask.client.gang import RankContext
 from hpcdask.clusters import retire
@@ -95,18 +93,20 @@ def hold(context: RankContext, folder: str) -> str:
     return context.rank
 
 
-def hold_with(context: RankContext, data: object, folder: str) -> str:
-    return hold(context, folder)
-
-
-def ring_with_a_fault(all_reduce: Callable) -> Callable:
-    """The others wait in the ring for the rank that does not come."""
-
-    def call(context: RankContext, kind: str) -> int:
-        misbehave(kind)
-        return int(all_reduce(context, np.full(10, context.rank)).sum())
-
-    return call
+def lose_peer(context: RankContext, kind: str) -> None:
+    """Fail rank 1, whose connections close before its error is known, as those of NCCL do."""
+    address = context.master_addr, context.master_port
+    if context.rank == 0:
+        with socket.create_server(address) as server, server.accept()[0] as peer:
+            if not peer.recv(1):
+                raise ConnectionError("connection closed by peer")
+    deadline = time.monotonic() + LONG_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(address):
+            break
+        time.sleep(0.02)
+    time.sleep(0.3)
+    misbehave(kind)
 
 
 def make(tmp_path: Path, **keywords) -> hpcdask.LocalCUDAJobCluster:
@@ -141,9 +141,8 @@ def cluster(started: tuple, client: Client) -> hpcdask.LocalCUDAJobCluster:
 
 def nothing_left(client: Client) -> None:
     def left(dask_scheduler) -> list:
-        gangs = dask_scheduler.plugins.get(gang_scheduler.NAME)
         found = [key for key in dask_scheduler.tasks if "gang" in str(key)]
-        return found + ([*gangs._gangs] if gangs else [])
+        return found + gang_scheduler.describe(dask_scheduler)
 
     def of_worker(dask_worker) -> tuple:
         listens = [one for one in psutil.Process().net_connections() if one.status == "LISTEN"]
@@ -214,62 +213,11 @@ def test_a_rank_goes_where_its_data_are(client: Client):
     assert {len(holders) for holders in client.who_has(parts[1:]).values()} == {1}
 
 
-@pytest.mark.long
-def test_what_has_its_data_on_several_workers_makes_room(client: Client):
-    """No rank's data move where they can stay."""
-    everywhere = client.scatter([1, 2], broadcast=True)
-    own = [client.submit(np.ones, 10, workers=[one], pure=False) for one in client.nthreads()]
-    wait(own)
-    for only in own:
-        found = hpcdask.gang(describe, [*everywhere, only], client=client)
-        (holder,) = client.who_has(only)[only.key]
-        assert found[2][-1] == client.run(os.getpid, workers=[holder])[holder]
-        assert len(client.who_has(only)[only.key]) == 1
-
-
-def test_the_chunks_of_a_persisted_array(client: Client):
-    persisted = da.arange(3 * SIZE, chunks=3).persist()
-    chunks = futures_of(persisted)
-    wait(chunks)
-    before = client.who_has(chunks)
-    found = hpcdask.gang(describe, chunks, client=client)
-    assert [list(item) for _, _, item, _, _ in found] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    pids = client.run(os.getpid)
-    holders = [pids[before[chunk.key][0]] for chunk in chunks]
-    stay = sum(pid == holder for (*_, pid), holder in zip(found, holders, strict=True))
-    assert stay == len(set(holders))  # as many as there are workers with chunks
-
-
 def test_part_of_a_node(client: Client):
     found = hpcdask.gang(describe, client=client, size=2)
     told = [(one.rank, one.local_rank, one.local_world_size) for one, *_ in found]
     assert told == [(0, 0, 2), (1, 1, 2)]
     assert [variables["LOCAL_WORLD_SIZE"] for _, variables, *_ in found] == ["2", "2"]
-
-
-def test_stealing_leaves_a_rank_alone(client: Client, tmp_path: Path):
-    """It waits for a busy worker that has its data, while others are idle."""
-
-    async def balance(dask_scheduler: Scheduler) -> int:
-        dask_scheduler.extensions["stealing"].balance()
-        return sum(len(ws.processing) for ws in dask_scheduler.workers.values())
-
-    folder, first = str(tmp_path), min(client.nthreads())
-    data = client.submit(np.ones, 10, workers=[first], pure=False)
-    wait(data)
-    busy = client.submit(
-        lambda: hold(RankContext(7, *[0] * 7), folder), workers=[first], pure=False
-    )
-    wait_until_runs(tmp_path, 1)
-    with ThreadPoolExecutor() as pool:
-        found = pool.submit(hpcdask.gang, describe, [data], client=client)
-        wait_for(lambda: client.run_on_scheduler(balance) == 2, LONG_S, "a rank that waits")
-        for _ in range(5):
-            client.run_on_scheduler(balance)
-        (tmp_path / "end").touch()
-        ((*_, pid),) = found.result(LONG_S)
-    assert pid == client.run(os.getpid, workers=[first])[first]
-    assert busy.result(timeout=LONG_S) == 7
 
 
 def test_a_function_that_workers_cannot_import(client: Client, monkeypatch):
@@ -283,11 +231,9 @@ def test_a_function_that_workers_cannot_import(client: Client, monkeypatch):
 
 def test_data_that_fail(client: Client):
     parts = [client.submit(lambda: 1), client.submit(lambda: 1 / 0)]
-    start = clock()
     with pytest.raises(GangError, match=r"rank 1 of 2 .*ZeroDivisionError") as caught:
         hpcdask.gang(describe, parts, client=client)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert clock() < start + 4  # no call had begun, so there is none to end
 
 
 @pytest.mark.parametrize(
@@ -303,15 +249,8 @@ def test_data_that_fail(client: Client):
     ],
 )
 def test_bad_arguments(client: Client, arguments, keywords, message):
-    start = clock()
     with pytest.raises(UsageError, match=message):
         hpcdask.gang(describe, *arguments, client=client, **keywords)
-    assert clock() < start + 5
-
-
-def test_an_error_travels():
-    error = pickle.loads(pickle.dumps(GangError("text", 1, "worker", "host")))
-    assert (str(error), error.rank, error.worker, error.host) == ("text", 1, "worker", "host")
 
 
 # Several at once
@@ -342,47 +281,7 @@ def test_two_at_once_and_a_third_that_waits(client: Client, tmp_path: Path):
         assert third.result(LONG_S) == [0, 1]
 
 
-def wanted(dask_scheduler: Scheduler) -> int:
-    """Workers that gangs have or wait for."""
-    return gang_scheduler.workers_wanted(dask_scheduler)
-
-
-def test_what_waits_is_told_of_a_change(client: Client, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(gang_scheduler, "LOOK_S", 3600.0)
-    with ThreadPoolExecutor() as pool:
-        first = pool.submit(hpcdask.gang, hold, [str(tmp_path)] * 2, client=client, timeout=LONG_S)
-        wait_until_runs(tmp_path, 2)
-        second = pool.submit(hpcdask.gang, act, ["fine"] * SIZE, client=client, timeout=LONG_S)
-        wait_for(lambda: waiting(client), LONG_S, "the second to wait")
-        (tmp_path / "end").touch()
-        assert (first.result(), second.result()) == ([0, 1], [0, 1, 2])
-    for fault in ("raise", "kill"):  # and a worker that comes back
-        with pytest.raises(GangError, match=FAULTS[fault]):
-            hpcdask.gang(act, ["sleep", fault, "fine"], client=client, grace=1, timeout=LONG_S)
-
-
-def waiting(client: Client) -> bool:
-    def gangs(dask_scheduler: Scheduler) -> list:
-        return gang_scheduler.describe(dask_scheduler)
-
-    return any(not one["workers"] for one in client.run_on_scheduler(gangs))
-
-
-def test_it_waits_for_a_busy_worker(client: Client, tmp_path: Path):
-    folder = str(tmp_path)
-    busy = client.submit(lambda: hold(RankContext(7, *[0] * 7), folder), pure=False)
-    wait_until_runs(tmp_path, 1)
-    queued = client.map(lambda number: time.sleep(0.2), range(30), pure=False)
-    with ThreadPoolExecutor() as pool:
-        found = pool.submit(hpcdask.gang, act, ["fine"] * SIZE, client=client)
-        wait_for(lambda: client.run_on_scheduler(wanted) == SIZE, LONG_S, "the gang to wait")
-        assert not found.done()
-        (tmp_path / "end").touch()
-        assert found.result(LONG_S) == [0, 1, 2]
-    assert busy.result(timeout=LONG_S) == 7
-    client.gather(queued)
-
-
+@pytest.mark.long
 def test_workers_of_several_threads(tmp_path: Path):
     """Other Dask tasks run beside a call, and do not see its variables."""
     with (
@@ -436,10 +335,8 @@ def test_asynchronous(started: tuple, client: Client):
 @pytest.mark.parametrize(("fault", "hang"), list(zip(FAULTS, HANGS, strict=True)))
 def test_a_fault_ends_all(client: Client, fault: str, hang: str, capfd):
     kinds = ["fine", fault, hang]
-    start = clock()
     with pytest.raises(GangError, match=FAULTS[fault]) as caught:
         hpcdask.gang(act, kinds, client=client, timeout=5 * LONG_S, grace=1)
-    assert clock() < start + 20
     error = caught.value
     assert error.rank == 1
     assert error.host == socket.gethostname()
@@ -452,27 +349,20 @@ def test_a_fault_ends_all(client: Client, fault: str, hang: str, capfd):
     assert hpcdask.gang(act, ["fine"] * SIZE, client=client, timeout=LONG_S) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("rank", "fault"), list(enumerate(FAULTS)))
-def test_the_rank_that_failed_is_named_not_its_neighbours(client: Client, fault: str, rank: int):
-    kinds = ["fine"] * SIZE
-    kinds[rank] = fault
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_the_rank_that_failed_is_named_not_its_peer(client: Client, fault: str):
     with pytest.raises(GangError, match=FAULTS[fault]) as caught:
-        hpcdask.gang(ring_with_a_fault(ring()), kinds, client=client, grace=1)
-    assert caught.value.rank == rank
+        hpcdask.gang(lose_peer, ["fine", fault], client=client, grace=1)
+    assert caught.value.rank == 1
 
 
-@pytest.mark.parametrize(
-    "hang",
-    ["locked", *(pytest.param(hang, marks=pytest.mark.long) for hang in HANGS if hang != "locked")],
-)
-def test_a_deadline(client: Client, hang: str):
-    start, timeout = clock(), stretched(3)
+@pytest.mark.long
+def test_a_deadline(client: Client):
+    timeout = stretched(3)
     told = rf"not done within {timeout} s: 1 rank still ran: 1"
     with pytest.raises(GangError, match=told) as caught:
-        hpcdask.gang(act, ["fine", hang], client=client, timeout=timeout, grace=1)
+        hpcdask.gang(act, ["fine", "locked"], client=client, timeout=timeout, grace=1)
     assert caught.value.rank == 1
-    assert clock() < start + timeout + 20
-    client.wait_for_workers(SIZE, timeout=LONG_S)
 
 
 def test_a_deadline_before_it_starts(client: Client, tmp_path: Path):
@@ -482,21 +372,6 @@ def test_a_deadline_before_it_starts(client: Client, tmp_path: Path):
         hpcdask.gang(act, ["fine"] * SIZE, client=client, timeout=2)
     (tmp_path / "end").touch()
     assert busy.result(timeout=LONG_S) == 7
-
-
-def test_killed_from_outside_and_replaced(client: Client, tmp_path: Path):
-    with ThreadPoolExecutor() as pool:
-        gang = pool.submit(hpcdask.gang, hold, [str(tmp_path)] * 2, client=client, grace=1)
-        wait_until_runs(tmp_path, 2)
-        victim = sorted(
-            client.run(lambda dask_worker: (str(dask_worker.name), os.getpid())).values()
-        )
-        os.kill(victim[0][1], signal.SIGKILL)
-        with pytest.raises(GangError, match="its worker died") as caught:
-            gang.result(LONG_S)
-    assert (caught.value.rank, caught.value.worker) == (0, victim[0][0])
-    client.restart_workers(list(client.nthreads())[:1])
-    assert hpcdask.gang(act, ["fine"] * SIZE, client=client, timeout=LONG_S) == [0, 1, 2]
 
 
 def test_ctrl_c(client: Client, tmp_path: Path):
@@ -563,16 +438,15 @@ def test_a_worker_that_leaves_waits_for_it(cluster, client: Client, tmp_path: Pa
         assert gang.result(LONG_S) == [0, 1, 2]
 
 
-def test_the_walltime_ends_it_with_a_word(tmp_path: Path):
-    with make(tmp_path) as cluster, cluster.get_client() as client, ThreadPoolExecutor() as pool:
-        cluster.scale(2)
+@pytest.mark.long
+def test_the_walltime_ends_it_with_a_word(cluster, client: Client, tmp_path: Path):
+    async def end() -> None:
+        names = [min(str(ws.name) for ws in cluster.scheduler.workers.values())]
+        await retire.force_out(cluster.scheduler, names, reason="walltime", expected=False)
+
+    with ThreadPoolExecutor() as pool:
         gang = pool.submit(hpcdask.gang, hold, [str(tmp_path)] * 2, client=client, grace=1)
         wait_until_runs(tmp_path, 2)
-
-        async def end() -> None:
-            names = [min(str(ws.name) for ws in cluster.scheduler.workers.values())]
-            await retire.force_out(cluster.scheduler, names, reason="walltime", expected=False)
-
         cluster.sync(end)
         with pytest.raises(GangError, match=r"rank 0 .* its worker's job reached its walltime"):
             gang.result(LONG_S)
@@ -599,23 +473,3 @@ def test_adaptive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (tmp_path / "end").touch()
         assert gang.result(LONG_S) == [0, 1]
         wait_for(lambda: not client.nthreads(), LONG_S, "the workers to leave")
-
-
-@pytest.mark.long
-def test_adaptive_scaling_ends_others(tmp_path: Path):
-    """A gang of one of two workers keeps its own, whichever that is."""
-    with make(tmp_path) as cluster, cluster.get_client() as client, ThreadPoolExecutor() as pool:
-        cluster.scale(2)
-        client.wait_for_workers(2, timeout=180)
-        last = max(cluster.scheduler.workers.values(), key=lambda ws: str(ws.name))
-        data = client.submit(np.ones, 10, workers=[last.address], pure=False)
-        wait(data)
-        gang = pool.submit(
-            hpcdask.gang, hold_with, [data], client=client, shared={"folder": tmp_path}
-        )
-        wait_until_runs(tmp_path, 1)
-        cluster.adapt(minimum=0, maximum=2, interval="200ms", wait_count=1)
-        wait_for(lambda: len(client.nthreads()) == 1, LONG_S, "the idle worker to leave")
-        assert list(client.nthreads()) == [last.address]
-        (tmp_path / "end").touch()
-        assert gang.result(LONG_S) == [0]

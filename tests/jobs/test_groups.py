@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import dask
-import psutil
 import pytest
 
 import hpcdask
-from hpcdask.clusters.groups import TAKEN
-from hpcdask.clusters.scaling import ADAPTIVE
 from hpcdask.errors import JobsFailed, UsageError
 from hpcdask.jobs.state import OVER
-from launching import wait_for
+from launching import run_cli, wait_for
 
 ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}
 #: Stand-ins for workers on GPUs, and workers on the CPU.
@@ -104,7 +98,7 @@ def test_groups_up_and_down(folder: Path):
         times = [at for at, _ in asked[count:]]
         assert all(later - at >= 0.3 for at, later in itertools.pairwise(times))
         assert Counter(row["group"] for row in rows_of(cluster, folder)) == {"gpu": 1, "cpu": 2}
-        assert "gpu" in told("", folder)
+        assert "gpu" in run_cli("list", "--jobs", "--folder", folder).stdout
 
         held = client.submit(os.urandom, 8, pure=False, resources={"CPU": 1})
         value = held.result(timeout=180)
@@ -120,35 +114,15 @@ def test_groups_up_and_down(folder: Path):
 
 
 def rows_of(cluster: hpcdask.LocalCUDAJobCluster, folder: Path) -> list[dict]:
-    """What `hpcdask jobs` says of this cluster; others of the same machine may have jobs, too."""
-    rows = json.loads(told("--json", folder))
+    """Return the listed jobs of this cluster; others of the same machine may have jobs, too."""
+    rows = json.loads(run_cli("list", "--jobs", "--json", "--folder", folder).stdout)
     return [row for row in rows if row["cluster"] == cluster.id]
-
-
-def told(option: str, folder: Path) -> str:
-    words = [sys.executable, "-m", "hpcdask.cli", "jobs", "--folder", str(folder), *option.split()]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
-
-
-def test_a_cluster_without_groups_shows_none(folder: Path):
-    with make(folder, groups=None, n_workers=1) as cluster, cluster.get_client() as client:
-        client.wait_for_workers(1, timeout=180)
-        (one,) = client.scheduler_info()["workers"].values()
-        assert one["resources"] == {"CPU": 1}
-        assert not {"group"} & set(repr(cluster.jobs()).split())
-        assert [row["group"] for row in rows_of(cluster, folder)] == [None]
-        assert (folder / cluster.id / "script.sh").exists()
-
-
-def test_each_group_starts_with_workers_of_its_own(folder: Path):
-    groups = {"one": {"n_workers": 1}, "two": {"n_workers": 0}}
-    with make(folder, groups=groups, n_workers=3) as cluster:
-        assert live(cluster) == {"one": 1}
 
 
 # Faults
 
 
+@pytest.mark.long
 def test_a_group_that_fails_does_not_stop_the_other(folder: Path, capfd):
     groups = {"bad": {"python": "false", "resources": {"BAD": 1}}, "good": {}}
     with make(folder, groups=groups) as cluster, cluster.get_client() as client:
@@ -176,28 +150,6 @@ def test_a_group_that_fails_does_not_stop_the_other(folder: Path, capfd):
     assert "error: group bad: " in capfd.readouterr().err
 
 
-@pytest.mark.long
-def test_a_killed_job_is_replaced_in_its_own_group_only(folder: Path):
-    with make(folder) as cluster, cluster.get_client() as client:
-        cluster.scale(gpu=1, cpu=1)
-        client.wait_for_workers(2, timeout=180)
-        wait_for(lambda: running(cluster) == {"gpu": 1, "cpu": 1}, 20, "both")
-        known = {job.group: job.id for job in cluster.jobs()}
-        marker = f"HPCDASK_JOB_ID={known['gpu']}"
-        for process in psutil.process_iter():
-            try:
-                if marker in (f"{k}={v}" for k, v in process.environ().items()):
-                    process.kill()
-            except psutil.Error:
-                continue
-        wait_for(lambda: len(cluster.jobs()) == 3, 60, "another job")
-        wait_for(lambda: running(cluster) == {"gpu": 1, "cpu": 1}, 60, "both again")
-        new = {job.group: job.id for job in cluster.jobs() if job.state not in OVER}
-        assert new["cpu"] == known["cpu"]
-        assert new["gpu"] != known["gpu"]
-        assert live(cluster) == {"gpu": 1, "cpu": 1}
-
-
 # Adaptive scaling
 
 
@@ -213,12 +165,6 @@ def test_each_group_follows_the_dask_tasks_that_only_it_can_run(folder: Path):
         assert all(".gpu-" in name for name in client.gather(on_gpu))
         del on_cpu, on_gpu
         wait_for(lambda: not live(cluster), 60, "all to leave")
-        # what any can run counts for the first group, and beyond its limit for the next
-        some = client.map(slow, range(60), pure=False)
-        wait_for(lambda: running(cluster) == {"gpu": 2, "cpu": 1}, 180, "all that there may be")
-        client.gather(some)
-        del some
-        wait_for(lambda: not live(cluster), 60, "all to leave")
         adaptive.stop()
         cluster.scale(cpu=1)
         cluster.adapt(gpu=(1, 1))  # the other one stays
@@ -232,19 +178,12 @@ def test_each_group_follows_the_dask_tasks_that_only_it_can_run(folder: Path):
     ("groups", "message"),
     [
         ({}, "groups={} is not a dict of groups: {"),
-        ([{}], "groups=[{}] is not a dict of groups"),
         ({"a-b": {}}, "groups: 'a-b' is not a name for a group: letters"),
-        ({"1": {}}, "groups: '1' is not a name"),
-        ({1: {}}, "groups: 1 is not a name"),
         ({"jobs": {}}, "groups: jobs is a keyword of scale or adapt"),
         ({"gpu": 3}, "group gpu: 3 is not a dict of keywords"),
         ({"gpu": {"gpus": 1}}, "group gpu: unknown keyword gpus: did you mean gpus_per_job?"),
         ({"gpu": {"device": "tpu"}}, "group gpu: device: 'tpu' is not one of"),
         ({"gpu": {"poll_interval": 3}}, "group gpu: poll_interval is for all groups"),
-        ({"gpu": {"groups": {}}}, "group gpu: groups is for all groups"),
-        ({"gpu": {"walltime": "1:00"}}, "group gpu: walltime is for all groups"),
-        ({"gpu": {"log_directory": "x"}}, "group gpu: log_directory is for all groups"),
-        ({"gpu": {"nodes_per_job": 0}}, "group gpu: nodes_per_job=0 is not a number"),
     ],
 )
 def test_groups_that_are_not_understood(tmp_path: Path, groups, message: str):
@@ -273,16 +212,12 @@ def test_calls_that_are_not_understood(folder: Path):
     with make(folder) as cluster:
         for call, message in [
             (lambda: cluster.scale(3), r"scale: this cluster has groups, so name them: scale\(gpu"),
-            (lambda: cluster.scale(gpu=1, jobs=2), "scale: this cluster has groups"),
-            (lambda: cluster.scale(), "scale: this cluster has groups"),
             (lambda: cluster.scale(tpu=1), "scale: no group tpu. There are gpu, cpu"),
             (lambda: cluster.scale(gpu=-1), "scale: gpu=-1 is not a number of workers"),
             (lambda: cluster.adapt(maximum=3), "adapt: this cluster has groups"),
-            (lambda: cluster.adapt(gpu=(0, 1), minimum=3), "adapt: this cluster has groups"),
             (lambda: cluster.adapt(tpu=(0, 1)), "adapt: no group tpu"),
             (lambda: cluster.adapt(gpu=3), "adapt: gpu=3 is not a least and a most number"),
             (lambda: cluster.adapt(gpu=(3, 1)), "adapt: the minimum of 3 workers is above"),
-            (lambda: cluster.adapt(gpu=(0, 1), interval="x"), "adapt: interval: 'x' is not a time"),
         ]:
             with pytest.raises(UsageError, match=message):
                 call()
@@ -292,9 +227,3 @@ def test_calls_that_are_not_understood(folder: Path):
             cluster.scale(gpu=1)
         with pytest.raises(UsageError, match="adapt: unknown keyword gpu"):
             cluster.adapt(gpu=(0, 1))
-
-
-def test_names_that_scale_and_adapt_have_are_taken():
-    cls = hpcdask.LocalCUDAJobCluster
-    words = {*inspect.signature(cls.scale).parameters, *inspect.signature(cls.adapt).parameters}
-    assert {*words, *ADAPTIVE} - {"groups", "kwargs"} <= TAKEN

@@ -26,10 +26,10 @@ def script(folder: Path, **keywords: Any) -> str:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"gpus": 2}, "unknown keyword gpus: did you mean gpus_per_job? There are"),
-        ({"partition": "gpu"}, "unknown keyword partition: did you mean queue? "),
-        ({"wallltime": "1"}, "unknown keyword wallltime: did you mean walltime? "),
-        ({"start_time_out": 1}, "unknown keyword start_time_out: did you mean start_timeout? "),
+        ({"gpus": 2}, "unknown keyword gpus: did you mean gpus_per_job?"),
+        ({"partition": "gpu"}, "unknown keyword partition: did you mean queue?"),
+        ({"wallltime": "1"}, "unknown keyword wallltime: did you mean walltime?"),
+        ({"start_time_out": 1}, "unknown keyword start_time_out: did you mean start_timeout?"),
         ({"qqq": 1}, "unknown keyword qqq: There are those of hpcdask's clusters ("),
         ({"device": "gpu"}, "device: 'gpu' is not one of auto, cuda, cpu"),
         ({"memory_limit": "1kB"}, "memory_limit: '1kB' is 1,000 bytes"),
@@ -59,7 +59,7 @@ def test_a_walltime_that_yaml_has_counted(tmp_path: Path):
 
 
 def test_a_section_needs_only_what_differs(tmp_path: Path):
-    """What was not in it was a KeyError."""
+    """Regression: a key that the section lacked was a KeyError."""
     mine = {"queue": "h200", "job-extra-directives": ["--qos=x"]}
     usual = {"jobqueue.slurm.account": "grp", "jobqueue.slurm.queue": "cpu"}
     with dask.config.set({"jobqueue.slurm-h200": mine, **usual}):
@@ -67,6 +67,19 @@ def test_a_section_needs_only_what_differs(tmp_path: Path):
         assert dask.config.get("jobqueue.slurm-h200") == mine
     for line in ("-p h200", "-A grp", "--qos=x"):
         assert f"\n#SBATCH {line}\n" in text, text
+
+
+def test_a_section_may_have_the_keywords_of_hpcdask(tmp_path: Path):
+    """A site chooses how often its queue is asked, and how many jobs may die."""
+    mine = {"poll-interval": "9s", "deaths-max": 3, "start-timeout": 60, "gpus-per-job": 2}
+    with (
+        dask.config.set({f"jobqueue.slurm.{name}": value for name, value in mine.items()}),
+        hpcdask.SLURMCUDACluster(**JOB, shared_temp_directory=str(tmp_path), deaths_max=4) as made,
+    ):
+        policy = made.groups[""].policy
+        assert made.controller.poll_interval_s == 9
+        assert (policy.deaths_max, policy.start_timeout_s) == (4, 60)
+        assert "--gres=gpu:2" in made.job_script()
 
 
 @pytest.mark.parametrize("given", ["text", None])
@@ -83,7 +96,7 @@ def test_a_section_that_is_none(tmp_path: Path, given: Any):
     [("max", "did you mean maximum? "), ("maximum_workers", "did you mean maximum"), ("x", "")],
 )
 def test_adapt_takes_no_unknown_words(tmp_path: Path, keyword: str, hint: str):
-    """`adapt(max=2)` followed the work up without an end."""
+    """Regression: `adapt(max=2)` scaled without a maximum."""
     keywords = {"device": "cpu", "shared_temp_directory": str(tmp_path)}
     with hpcdask.LocalCUDAJobCluster(**keywords) as cluster:
         with pytest.raises(
@@ -105,8 +118,9 @@ print(dask.config.get("jobqueue.slurm.walltime"), "python" in dask.config.get("j
 """
 
 
+@pytest.mark.long
 def test_a_first_cluster_inside_a_block_of_configuration(tmp_path):
-    """The block's end took dask-jobqueue's defaults away, and the next cluster was a KeyError."""
+    """Regression: the block's end removed dask-jobqueue's defaults."""
     done = subprocess.run(
         [sys.executable, "-c", FIRST_IN_A_BLOCK],
         env={**os.environ, "HOME": str(tmp_path), "DASK_CONFIG": str(tmp_path / "dask")},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,9 +16,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from clock import stretched
-from hpcdask.errors import QueueError, Refused, UsageError
-from hpcdask.queues import local, local_processes
+from hpcdask.errors import Refused
+from hpcdask.queues import local
 from hpcdask.queues.base import Request
 from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
 from hpcdask.queues.local import LocalQueue
@@ -32,21 +30,19 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tag = f"hpcdask:{uuid.uuid4().hex}"
-        self.queues: list[LocalQueue] = []
-
-    def queue(self, *args, **kwargs) -> LocalQueue:
-        self.queues.append(LocalQueue(*args, **kwargs))
-        return self.queues[-1]
+        self.submitted: list[tuple[LocalQueue, list[str]]] = []
 
     def script(self, command: str, gpus: int = 0) -> str:
         request = Request(name="x", tag=self.tag, folder=str(self.folder), gpus=gpus)
-        job = SimpleNamespace(shebang="", job_header="", _job_script_prologue=["A=from-prologue"])
+        job = SimpleNamespace(shebang="", _job_script_prologue=["A=from-prologue"])
         path = self.folder / f"script {uuid.uuid4().hex}.sh"
         path.write_text(LocalQueue().script(job, request, ["B=from-preamble"], command))
         return str(path)
 
     def submit(self, queue: LocalQueue, command: str, count: int = 1, gpus: int = 0) -> list[str]:
-        return asyncio.run(queue.submit(self.script(command, gpus), count))
+        ids = asyncio.run(queue.submit(self.script(command, gpus), count))
+        self.submitted.append((queue, ids))
+        return ids
 
     def output(self, job_id: str) -> str:
         return (self.folder / f"queue-{job_id}.log").read_text()
@@ -61,21 +57,14 @@ GRACE_S = 1  # between SIGTERM and SIGKILL
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(local, "KILL_WAIT_S", GRACE_S)
-    monkeypatch.setattr(local_processes, "lock_folder", lambda: str(tmp_path / "locks"))
     site = Site(tmp_path)
     try:
         yield site
         wait_for(lambda: not site.processes(), 15, "the jobs' processes to end")
-        assert all(entry.state in OVER for queue in site.queues for entry in entries(queue))
+        for queue, ids in site.submitted:
+            assert all(seen.state in OVER for seen in query(queue, *ids))
     finally:
         end(site.processes())
-
-
-def entries(queue: LocalQueue) -> list:
-    for entry in queue._entries.values():
-        if entry.leader is not None:
-            assert entry.leader.returncode is not None, "a zombie is left"
-    return list(queue._entries.values())
 
 
 def query(queue: LocalQueue, *ids: str) -> list[QueueStatus | None]:
@@ -93,7 +82,7 @@ def cancel(queue: LocalQueue, *ids: str) -> None:
 
 
 def test_a_job_runs_with_prologue_and_ends(site):
-    queue = site.queue()
+    queue = LocalQueue()
     ids = site.submit(queue, 'echo "$A $B"; echo "id ${HPCDASK_LOCAL_JOB}" >&2', count=3)
     assert len(set(ids)) == 3
     for job_id, seen in zip(ids, wait_over(queue, *ids), strict=True):
@@ -111,14 +100,14 @@ def test_a_job_runs_with_prologue_and_ends(site):
     [("exit 3", 3, ""), ("kill -KILL $$", 137, "killed by SIGKILL")],
 )
 def test_a_job_fails_with_its_exit_code(site, command, code, reason):
-    queue = site.queue()
+    queue = LocalQueue()
     (job_id,) = site.submit(queue, command)
     (seen,) = wait_over(queue, job_id)
     assert (seen.state, seen.exit_code, seen.reason) == (QueueState.FAILED, code, reason)
 
 
 def test_a_job_that_cannot_be_started_has_failed(site):
-    queue = site.queue()
+    queue = LocalQueue()
     script = Path(site.script("true"))
     script.write_text(script.read_text().replace(str(site.folder), str(site.folder / "missing")))
     (job_id,) = asyncio.run(queue.submit(str(script), 1))
@@ -127,15 +116,8 @@ def test_a_job_that_cannot_be_started_has_failed(site):
     assert "No such file or directory" in seen.reason
 
 
-def test_a_script_that_says_nothing_is_refused(site):
-    path = site.folder / "other.sh"
-    path.write_text("#!/bin/bash\ntrue\n")
-    with pytest.raises(QueueError, match=r"other\.sh is not a job script .* needs the line"):
-        asyncio.run(site.queue().submit(str(path), 1))
-
-
 def test_cancelling_ends_all_of_a_job(site):
-    queue = site.queue()
+    queue = LocalQueue()
     (job_id,) = site.submit(queue, "sleep 1000 & (setsid sleep 1000) & exec sleep 1000")
     wait_for(lambda: len([p for p in site.processes() if p.name() == "sleep"]) == 3)
     assert query(queue, job_id)[0].state is QueueState.RUNNING
@@ -147,7 +129,7 @@ def test_cancelling_ends_all_of_a_job(site):
 
 
 def test_what_ignores_sigterm_is_killed_without_the_one_who_asked(site):
-    queue = site.queue()
+    queue = LocalQueue()
     (job_id,) = site.submit(queue, "trap '' TERM; echo ready; while :; do sleep 0.1; done")
     wait_for(lambda: site.output(job_id))
     cancel(queue, job_id)
@@ -155,22 +137,8 @@ def test_what_ignores_sigterm_is_killed_without_the_one_who_asked(site):
     assert query(queue, job_id)[0].state is QueueState.CANCELLED
 
 
-@pytest.mark.long
-def test_cancelling_does_not_wait_for_the_end_and_forgets_no_end(site, monkeypatch):
-    monkeypatch.setattr(local, "KILL_WAIT_S", stretched(3))
-    queue = site.queue()
-    (job_id,) = site.submit(queue, "trap '' TERM; echo ready; while :; do sleep 0.1; done")
-    (done,) = site.submit(queue, "exit 4")
-    wait_over(queue, done)
-    wait_for(lambda: site.output(job_id))
-    cancel(queue, job_id, done, "1.2.3", "not-an-id")
-    assert query(queue, done)[0].state is QueueState.FAILED
-    assert query(queue, job_id)[0].state is QueueState.RUNNING
-    wait_over(queue, job_id)
-
-
 def test_the_walltime_ends_a_job(site):
-    queue = site.queue(walltime_s=1)
+    queue = LocalQueue(walltime_s=1)
     polite, stubborn = (
         site.submit(queue, command)[0]
         for command in ("exec sleep 1000", "trap '' TERM; sleep 1000; sleep 1000")
@@ -181,16 +149,9 @@ def test_the_walltime_ends_a_job(site):
     assert last == [(QueueState.TIMEOUT, 143), (QueueState.TIMEOUT, 137)]
 
 
-def test_before_the_walltime_124_is_an_exit_code(site):
-    queue = site.queue(walltime_s=1000)
-    (job_id,) = site.submit(queue, "exit 124")
-    (seen,) = wait_over(queue, job_id)
-    assert (seen.state, seen.exit_code) == (QueueState.FAILED, 124)
-
-
 def test_every_job_has_gpus_of_its_own(site):
     gpus = [f"GPU-{uuid.uuid4()}" for _ in range(3)]
-    queue = site.queue(gpus)
+    queue = LocalQueue(gpus)
     mark = f"{site.folder}/$HPCDASK_LOCAL_JOB"
     hold = f'echo "$CUDA_VISIBLE_DEVICES"; while [ ! -e "{mark}" ]; do sleep 0.05; done'
     ids = site.submit(queue, hold, count=5, gpus=1)
@@ -215,9 +176,22 @@ def test_every_job_has_gpus_of_its_own(site):
     wait_over(queue, *ids)
 
 
+def test_a_gpu_that_was_just_given_is_not_given_again(site):
+    """Regression: the kernel shows a new process's environment a moment late."""
+    for _ in range(20):
+        gpus = [f"GPU-{uuid.uuid4()}"]
+        first, second = LocalQueue(gpus), LocalQueue(gpus)
+        ids = site.submit(first, "exec sleep 1000", count=2, gpus=1)
+        (other,) = site.submit(second, "true", gpus=1)
+        states = [seen.state for seen in query(first, *ids) + query(second, other)]
+        assert states == [QueueState.RUNNING] + [QueueState.PENDING] * 2
+        cancel(second, other)
+        cancel(first, *ids)
+
+
 def test_two_queues_take_no_gpu_twice(site):
     gpus = [f"GPU-{uuid.uuid4()}" for _ in range(3)]
-    first, second = site.queue(gpus), site.queue(gpus)
+    first, second = LocalQueue(gpus), LocalQueue(gpus)
     ours = site.submit(first, "exec sleep 1000", count=2, gpus=1)
     (pair,) = site.submit(second, 'echo "$CUDA_VISIBLE_DEVICES"', gpus=2)
     assert query(second, pair)[0].reason == "Resources: 1 of 3 GPUs are free, not 2"
@@ -232,7 +206,7 @@ def test_two_queues_take_no_gpu_twice(site):
 def test_the_gpu_of_a_job_whose_submitter_died_stays_taken(site):
     gpu = f"GPU-{uuid.uuid4()}"
     job_id = submit_elsewhere(site, "exec sleep 1000", gpus=1, uuids=[gpu])
-    queue = site.queue([gpu])
+    queue = LocalQueue([gpu])
     (waiting,) = site.submit(queue, "true", gpus=1)
     assert query(queue, waiting)[0].state is QueueState.PENDING
     cancel(queue, job_id)
@@ -241,25 +215,8 @@ def test_the_gpu_of_a_job_whose_submitter_died_stays_taken(site):
 
 def test_more_gpus_than_there_are_are_refused(site):
     with pytest.raises(Refused, match="asks for 2 GPUs, and this machine has 1") as refusal:
-        site.submit(site.queue(["GPU-1"]), "true", gpus=2)
+        site.submit(LocalQueue(["GPU-1"]), "true", gpus=2)
     assert not refusal.value.for_now
-
-
-def test_gpus_that_are_not_counted_are_left_alone(site, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    queue = site.queue()
-    ids = site.submit(queue, 'echo "$CUDA_VISIBLE_DEVICES"', count=2, gpus=1)
-    wait_over(queue, *ids)
-    assert [site.output(job_id) for job_id in ids] == ["7\n", "7\n"]
-
-
-def test_without_a_folder_for_locks_a_job_fails(site):
-    (site.folder / "locks").write_text("")
-    queue = site.queue(["GPU-1"])
-    (job_id,) = site.submit(queue, "true", gpus=1)
-    (seen,) = query(queue, job_id)
-    assert seen.state is QueueState.FAILED
-    assert "the folder in which GPUs in use are noted cannot be made" in seen.reason
 
 
 def submit_elsewhere(
@@ -268,8 +225,7 @@ def submit_elsewhere(
     """Submit in a process that then ends."""
     program = f"""
 import asyncio
-from hpcdask.queues import local, local_processes
-local_processes.lock_folder = lambda: {str(site.folder / "locks")!r}
+from hpcdask.queues import local
 local.KILL_WAIT_S = {GRACE_S}
 print(*asyncio.run(local.LocalQueue({uuids!r}).submit({site.script(command, gpus)!r}, 1)))
 """
@@ -282,29 +238,26 @@ print(*asyncio.run(local.LocalQueue({uuids!r}).submit({site.script(command, gpus
 
 def test_another_process_finds_and_cancels_a_job(site):
     job_id = submit_elsewhere(site, "trap '' TERM; echo ready; while :; do sleep 0.1; done")
-    queue = site.queue()
+    queue = LocalQueue()
     wait_for(lambda: site.output(job_id))
     assert asyncio.run(queue.tagged())[job_id] == site.tag
     (seen,) = query(queue, job_id)
     assert seen.state is QueueState.RUNNING
-    assert abs(seen.started - time.time()) < 600
-    assert not asyncio.run(queue.departed([job_id]))
     cancel(queue, job_id)
     wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
-    assert asyncio.run(queue.departed([job_id]))[job_id].state is QueueState.CANCELLED
 
 
 def test_jobs_of_another_home_are_not_listed(site, monkeypatch):
-    """People who share an account, and tests: `hpcdask cleanup` must not end each other's jobs."""
+    """`hpcdask down --dead` must not end the jobs of people who share an account, or of tests."""
     monkeypatch.setenv("HPCDASK_HOME", str(site.folder / "theirs"))
     job_id = submit_elsewhere(site, "exec sleep 1000")
     monkeypatch.setenv("HPCDASK_HOME", str(site.folder / "ours"))
-    queue = site.queue()
+    queue = LocalQueue()
     (own,) = site.submit(queue, "exec sleep 1000")
-    assert set(asyncio.run(site.queue().tagged())) == {own}
+    assert set(asyncio.run(LocalQueue().tagged())) == {own}
     assert query(queue, job_id)[0].state is QueueState.RUNNING  # one that is named is found
     monkeypatch.setenv("HPCDASK_HOME", str(site.folder / "theirs"))
-    assert set(asyncio.run(site.queue().tagged())) == {job_id}
+    assert set(asyncio.run(LocalQueue().tagged())) == {job_id}
     cancel(queue, job_id, own)
     wait_over(queue, own)
 
@@ -312,7 +265,7 @@ def test_jobs_of_another_home_are_not_listed(site, monkeypatch):
 @pytest.mark.parametrize(("trap", "told"), [("", []), ("echo bye; exit", ["bye"])])
 def test_a_job_without_its_leader_is_found_and_ended(site, trap, told):
     job_id = submit_elsewhere(site, f"trap '{trap}' TERM; echo ready; while :; do sleep 0.1; done")
-    queue = site.queue()
+    queue = LocalQueue()
     wait_for(lambda: site.output(job_id))
     (leader,) = (process for process in site.processes() if process.name() == "timeout")
     leader.kill()
@@ -323,30 +276,26 @@ def test_a_job_without_its_leader_is_found_and_ended(site, trap, told):
     assert {"ready", *told} <= set(site.output(job_id).splitlines())
 
 
+def test_a_job_is_seen_while_its_processes_come_and_go(site):
+    """Regression: one that ended meanwhile hid the others, and the job seemed to be over."""
+    job_id = submit_elsewhere(site, "echo ready; while :; do /bin/true; done")
+    queue = LocalQueue()
+    wait_for(lambda: site.output(job_id))
+    assert all(query(queue, job_id)[0] is not None for _ in range(100))
+    cancel(queue, job_id)
+    wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
+
+
 def test_a_job_whose_leader_is_killed_takes_its_processes_with_it(site):
-    queue = site.queue()
+    queue = LocalQueue()
     (job_id,) = site.submit(queue, "echo ready; sleep 1000; sleep 1000")
     wait_for(lambda: site.output(job_id))
-    os.kill(queue._entries[job_id].leader.pid, signal.SIGKILL)
+    (leader,) = (process for process in site.processes() if process.name() == "timeout")
+    leader.kill()
     wait_for(lambda: query(queue, job_id)[0].reason, what="its leader's end to be seen")
     assert query(queue, job_id)[0].state is QueueState.RUNNING
     (seen,) = wait_over(queue, job_id)
     assert (seen.state, seen.exit_code) == (QueueState.FAILED, 137)
-
-
-def test_a_job_that_ended_unseen_has_departed(site):
-    job_id = submit_elsewhere(site, "exit 3")
-    queue = site.queue()
-    wait_for(lambda: query(queue, job_id) == [None])
-    seen = asyncio.run(queue.departed([job_id, f"{os.getpid()}.0.1"]))
-    assert {job.state for job in seen.values()} == {QueueState.COMPLETED}
-    assert len(seen) == 2
-
-
-def test_what_another_living_program_has_pending_is_not_over(site):
-    me = psutil.Process()
-    start = Path(f"/proc/{me.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    assert not asyncio.run(site.queue().departed([f"{me.pid}.{start}.999999"]))
 
 
 @pytest.mark.parametrize(
@@ -355,9 +304,3 @@ def test_what_another_living_program_has_pending_is_not_over(site):
 )
 def test_walltimes(text, seconds):
     assert LocalQueue.parse_walltime(text) == timedelta(seconds=seconds)
-
-
-@pytest.mark.parametrize("text", ["", "soon", "none", "-5", "1:2"])
-def test_a_bad_walltime(text):
-    with pytest.raises(UsageError, match=r"walltime: .* is not a time"):
-        LocalQueue.parse_walltime(text)

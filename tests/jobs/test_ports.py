@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
-import dask
 import psutil
 import pytest
 
 import hpcdask
 from hpcdask.errors import UsageError
 from hpcdask.jobs.folder import list_clusters
-from launching import describe, end, leftovers, wait_for
+from launching import leftovers
 from listeners import free_range, listening_ports, text
 
 ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}
-
-
-@pytest.fixture
-def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """By which a cluster's processes are known; at the end none may be left."""
-    marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
-    monkeypatch.setenv(*marker.split("="))
-    yield marker
-    try:
-        wait_for(lambda: not leftovers(marker), 30, "all to be gone")
-    finally:
-        left = leftovers(marker)
-        end(left)
-        assert not left, describe(left)
 
 
 def test_a_cluster(marker: str, tmp_path: Path):
@@ -50,20 +32,6 @@ def test_a_cluster(marker: str, tmp_path: Path):
     assert {*own, *jobs} < set(ports), (own, jobs)
     assert set(contexts) < set(ports)
     assert f"--port-range {text(ports)}" in script
-
-
-def test_a_detached_one_by_dask_s_configuration(marker: str, tmp_path: Path):
-    ports = free_range(40)
-    options = {"shared_temp_directory": str(tmp_path), "detached": True, "n_workers": 1, **ONE}
-    with (
-        dask.config.set({"hpcdask.port-range": text(ports)}),
-        hpcdask.LocalCUDAJobCluster(name="mine", **options) as cluster,
-    ):
-        cluster.wait_for_workers(1, timeout=180)
-        found = listening_ports(one for one in leftovers(marker) if one.pid != os.getpid())
-        cluster.shutdown()
-    assert len(found) == 5
-    assert set(found.values()) < set(ports), found
 
 
 def test_what_is_refused(tmp_path: Path):

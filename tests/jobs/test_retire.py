@@ -7,12 +7,8 @@ its state on. Dask tasks that have to run on wait at a gate.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import signal
 import threading
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -22,12 +18,12 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client, KilledWorker, Nanny, Scheduler, Status, Worker, secede, wait
-from distributed.active_memory_manager import RetireWorker
+from distributed import Client, KilledWorker, Scheduler, Status, Worker, secede, wait
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from hpcdask.clusters import retire
-from hpcdask.errors import ClusterError, JobsFailed
+from hpcdask.errors import JobsFailed
+from launching import until
 
 LONG_S = 60  # for what must not take long, on a busy machine
 
@@ -65,15 +61,6 @@ def gate() -> Any:
     GATES[name].open.set()
 
 
-async def until(condition: Callable[[], Any], what: str = "") -> Any:
-    """Let the event loop run until the condition holds, and return what it returned."""
-    deadline = time.monotonic() + LONG_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"still waiting for {what or condition}"
-        await asyncio.sleep(0.01)
-    return value
-
-
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @wraps(test)
     def run(**kwargs: Any) -> None:
@@ -95,7 +82,7 @@ class Site:
         options = {"nthreads": 1, "memory_limit": 0, "dashboard": False} | options
         worker = Worker(self.scheduler.address, name=name, **options)
         self.worker_of[name] = await self._stack.enter_async_context(worker)
-        await until(lambda: self.status(name) == Status.running, "the scheduler to know it")
+        await until(lambda: self.status(name) == Status.running, what="the scheduler to know it")
 
     def status(self, name: str) -> Status | None:
         ws = self.scheduler.workers.get(self.scheduler.aliases.get(name, ""))
@@ -199,7 +186,7 @@ def test_a_worker_that_runs_beyond_the_deadline_stays(
 
             # Longer than three heartbeats: it must not pass for one that has not begun.
             assert await retire.retire(s.scheduler, ["a"], deadline_s=2) == frozenset()
-            await until(lambda: s.status("a") == Status.running, "the worker to be taken back")
+            await until(lambda: s.status("a") == Status.running, what="the worker to be taken back")
             GATES[gate].open.set()
 
             assert await s.client.gather([running, kept]) == [7, 2]
@@ -211,95 +198,6 @@ def test_a_worker_that_runs_beyond_the_deadline_stays(
 
 
 @in_loop
-async def test_calls_overlap() -> None:
-    async with site("a", "b", "c", "d") as s:
-        results = [
-            result
-            for name in "abc"
-            for result in s.client.map(add, range(9), [ord(name)] * 9, workers=name)
-        ]
-        await wait(results)
-
-        calls = [["a"], ["b", "c"]]
-        gone = await asyncio.gather(
-            *(retire.retire(s.scheduler, names, deadline_s=LONG_S) for names in calls)
-        )
-
-        assert gone == [{"a"}, {"b", "c"}]
-        assert await s.client.gather(results) == [ord(name) + i for name in "abc" for i in range(9)]
-        assert s.none_twice()
-
-
-@in_loop
-async def test_what_nobody_else_holds_is_never_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, lies = retire._drain, iter([True, True])
-
-    async def drain(scheduler: Scheduler, addresses: set[str], deadline: float) -> set[str]:
-        return set(addresses) if next(lies, False) else await real(scheduler, addresses, deadline)
-
-    monkeypatch.setattr(retire, "_drain", drain)
-    async with site("a", "b") as s:
-        result = s.client.submit(add, 1, 1, workers="a")
-        await wait(result)
-        assert await retire.retire(s.scheduler, ["a"], deadline_s=LONG_S) == {"a"}
-        assert await result == 2
-        assert s.none_twice()
-
-
-@pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What distributed logs, which it keeps from the root logger."""
-    logger = logging.getLogger("distributed")
-    logger.addHandler(caplog.handler)
-    yield caplog
-    logger.removeHandler(caplog.handler)
-
-
-@in_loop
-async def test_a_handover_that_hangs_ends_at_the_deadline(
-    logged: pytest.LogCaptureFixture,
-) -> None:
-    async with site("a", "b") as s:
-        (result,) = s.client.map(add, [1], [1], workers="a")
-        await wait(result)
-        recipient = s.worker_of["b"].state
-        recipient.running, before = False, recipient.running  # it fetches nothing
-
-        assert await retire.retire(s.scheduler, ["a"], deadline_s=0.5) == frozenset()
-
-        await until(lambda: s.status("a") == Status.running, "the worker to be taken back")
-        assert not [record for record in logged.records if record.levelno >= logging.ERROR]
-        assert not [
-            p for p in s.scheduler.extensions["amm"].policies if isinstance(p, RetireWorker)
-        ]
-        recipient.running = before
-        assert await retire.retire(s.scheduler, ["a"], deadline_s=LONG_S) == {"a"}
-        assert await result == 2
-        assert s.none_twice()
-
-
-@in_loop
-async def test_what_a_removed_worker_still_asks_is_ignored() -> None:
-    """Tracebacks at scale(0) under load, and the stream of such a worker broke off."""
-    async with site("a", "b") as s:
-        retire.ignore_removed(s.scheduler)
-        result = s.client.submit(add, 1, 1, workers="a")
-        await wait(result)
-        handler = s.scheduler.stream_handlers["request-refresh-who-has"]
-        sent: list[dict[str, Any]] = []
-        address = s.worker_of["b"].address
-        s.scheduler.stream_comms[address].send = sent.append
-        question = {"keys": [result.key, "unknown"], "stimulus_id": "test"}
-        handler(worker=address, **question)
-        assert [message["op"] for message in sent] == ["refresh-who-has", "free-keys"]
-        del s.scheduler.stream_comms[address].send
-
-        await retire.force_out(s.scheduler, ["b"], reason="test")
-        handler(worker=address, **question)
-        assert len(sent) == 2
-
-
-@in_loop
 async def test_forced_out_more_often_than_failures_are_allowed(gate: str) -> None:
     async with site("w0", "idle") as s:
         lost = s.client.submit(add, 1, 1, key="lost", workers="w0", allow_other_workers=True)
@@ -308,7 +206,7 @@ async def test_forced_out_more_often_than_failures_are_allowed(gate: str) -> Non
             gated, gate, 7, key="often", workers="w0", allow_other_workers=True
         )
         for i in range(4):  # 2 failures would be 1 too many
-            await until(lambda i=i: len(GATES[gate].came) == i + 1, "the task to run")
+            await until(lambda i=i: len(GATES[gate].came) == i + 1, what="the task to run")
             on = s.scheduler.tasks["often"].processing_on.name
             await s.worker(f"w{i + 1}")
             await retire.force_out(s.scheduler, [on], reason="test")
@@ -326,64 +224,18 @@ async def test_a_task_that_no_job_can_finish_ends_with_an_error(gate: str) -> No
     """After as many workers as ``allowed-failures`` admits; what waited behind it goes on."""
     async with site("w0") as s:
         endless = s.client.submit(gated, gate, 7, key="endless")
-        await until(lambda: GATES[gate].came, "the task to run")
+        await until(lambda: GATES[gate].came, what="the task to run")
         behind = s.client.map(add, range(3), [1] * 3, key="behind")
         await until(lambda: len(s.scheduler.tasks) == 4)
         for i in range(2):  # one failure is allowed
             ws = s.scheduler.workers[s.scheduler.aliases[f"w{i}"]]
-            await until(lambda ws=ws: ws.executing, "a heartbeat")
+            await until(lambda ws=ws: ws.executing, what="a heartbeat")
             await retire.force_out(s.scheduler, [ws.name], reason="walltime", expected=False)
             await s.worker(f"w{i + 1}")
         with pytest.raises(KilledWorker):
             await endless
         GATES[gate].open.set()
         assert await s.client.gather(behind) == [1, 2, 3]
-
-
-@in_loop
-async def test_workers_forced_out_together_pass_nothing_on_to_one_another(gate: str) -> None:
-    async with site("a") as s:
-        result = s.client.submit(gated, gate, 7, key="k")
-        await until(lambda: GATES[gate].came)
-        for name in "bcde":  # they are removed in the order of their addresses
-            await s.worker(name)
-
-        await retire.force_out(s.scheduler, "abcde", reason="test")
-        assert s.scheduler.tasks["k"].state in retire.WAITING
-        assert s.runs("k") == 1
-
-        GATES[gate].open.set()
-        await s.worker("late")
-        assert await result == 7
-
-
-@pytest.mark.long
-@in_loop
-async def test_nannies_leave_with_their_workers_and_a_killed_worker_counts() -> None:
-    async with site(allowed_failures=0) as s, AsyncExitStack() as stack:
-        forced, killed = [
-            await stack.enter_async_context(
-                Nanny(s.scheduler.address, name=name, nthreads=1, dashboard_address=":0")
-            )
-            for name in ("forced", "killed")
-        ]
-        held = s.client.submit(add, 1, 1, workers="forced", allow_other_workers=True)
-        await wait(held)
-        endless = s.client.submit(
-            time.sleep, 3600, key="endless", workers="forced", allow_other_workers=True
-        )
-        tasks = s.scheduler.tasks
-        await until(lambda: "endless" in tasks and tasks["endless"].processing_on)
-
-        await retire.force_out(s.scheduler, ["forced"], reason="test")
-        await until(lambda: tasks["endless"].processing_on, "the other worker")
-        assert await held == 2
-        os.kill(killed.pid, signal.SIGKILL)
-
-        with pytest.raises(KilledWorker):
-            await endless
-        # The task's thread holds the process for a while; without the nanny it could not end it.
-        await until(lambda: forced.status in (Status.closing_gracefully, Status.closed))
 
 
 @in_loop
@@ -407,19 +259,6 @@ async def test_what_waits_for_workers_that_never_come_fails() -> None:
                 await future
         await s.worker("late")
         assert await s.client.submit(sum, [1, 2]) == 3
-
-
-@in_loop
-async def test_nothing_that_a_worker_runs_fails_with_what_waits(gate: str) -> None:
-    async with site("a") as s:
-        running = s.client.submit(gated, gate, 7)
-        waiting = s.client.submit(add, 1, 1, workers="nowhere")
-        await until(lambda: GATES[gate].came and len(s.scheduler.tasks) == 2)
-        assert retire.fail_waiting(s.scheduler, ClusterError("no jobs")) == 1
-        GATES[gate].open.set()
-        assert await running == 7
-        with pytest.raises(ClusterError, match="no jobs"):
-            await waiting
 
 
 class Veto(SchedulerPlugin):
@@ -459,13 +298,3 @@ async def test_idle_groups_may_close_least_data_first(gate: str) -> None:
         assert retire.closable(s.scheduler, group_of) == ["job1", "job0", "job2"]
         GATES[gate].open.set()
         await wait([aside, busy])
-
-
-@in_loop
-async def test_the_memory_for_all_results_stays() -> None:
-    async with site() as s:
-        for name in ("job0-0", "job1-0", "job2-0"):
-            await s.worker(name, memory_limit="10 MB")
-        result = s.client.submit(bytes, 7 * 10**6, workers="job0-0")
-        await wait(result)
-        assert retire.closable(s.scheduler, group_of) in (["job1"], ["job2"])

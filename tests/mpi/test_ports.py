@@ -44,27 +44,6 @@ def test_all_listen_in_the_range(site: Site):
     assert not ended.errors, ended
 
 
-@pytest.mark.long
-def test_a_scheduler_file_and_a_dashboard_elsewhere(site: Site):
-    *ports, dashboard = free_range(61)
-    options = ("--scheduler-file", "cluster.json", "--dashboard-address", f":{dashboard}")
-    run = site.start("--port-range", text(ports), *options)
-    run.line("hpcdask: scheduler at", stream="err")
-    found = of_run(site)
-    assert set(found) - set(ports) == {dashboard}, found
-    run.signal(signal.SIGTERM)
-    run.end()
-
-
-def test_by_dask_s_configuration(site: Site):
-    ports = free_range(60)
-    run = site.start("waits.py", env={"DASK_HPCDASK__PORT_RANGE": text(ports)})
-    run.line("ready")
-    assert set(of_run(site)) <= set(ports)
-    run.signal(signal.SIGTERM)
-    run.end()
-
-
 def test_too_small_a_range_is_refused_before_workers_start(site: Site):
     ports = free_range(8)
     ended = site.run("--port-range", text(ports), "waits.py")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,10 +18,7 @@ from clock import PATIENCE
 from hanging import Hanging, hanging_run
 from hpcdask.stacks.command import logs
 from hpcdask.stacks.diagnose import diagnose
-from hpcdask.stacks.look import find, look
-from hpcdask.stacks.show import lines
 from launching import openmpi_launcher, wait_for
-from running import PROGRAMS, Site
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 SIZE = 3
@@ -43,6 +38,7 @@ def hanging(whole: Hanging) -> Iterator[Hanging]:
     whole.start_anew(SIZE)
 
 
+@pytest.mark.long
 def test_locks_of_dask_that_two_tasks_want_in_two_orders(hanging: Hanging):
     pairs = [("a.there", "b.there"), ("b.there", "a.there")]
     tasks = [
@@ -59,25 +55,6 @@ def test_locks_of_dask_that_two_tasks_want_in_two_orders(hanging: Hanging):
     assert "  cluster_locks (" in text, text
     assert f"1 worker ({hanging.workers[2]}): run no Dask task" in text
     del tasks
-
-
-def test_a_function_of_the_script_has_its_name(site: Site):
-    run = site.start("--scheduler-file", "cluster.json", "two_locks.py", n=SIZE)
-    for name in ("a.there", "b.there"):
-        wait_for((site.folder / name).exists, 120, name)
-
-    def stuck() -> str | None:
-        target = find(str(site.folder / "cluster.json"))
-        text = "\n".join(lines(asyncio.run(look(target))))
-        return text if text.count("(1 waits)") == 2 else None  # the scheduler knows of both
-
-    text = wait_for(stuck, 60, "both locks wanted")
-    line = (PROGRAMS / "two_locks.py").read_text().splitlines().index("        with Lock(second):")
-    where = f"work (two_locks.py:{line + 1})"
-    assert f"\n  {where}  with Lock(second):\n" in text, text
-    assert f" at {where}: with Lock(second):. All that run wait" in text, text
-    run.signal(signal.SIGTERM)
-    site.check_nothing_left(run.end(60).at)
 
 
 @pytest.mark.long
@@ -98,6 +75,7 @@ def test_a_rank_that_never_comes_to_the_barrier_of_its_gang(hanging: Hanging):
         assert not report.unreached
 
 
+@pytest.mark.long
 def test_workers_that_are_full(hanging: Hanging):
     """Each of them holds what Dask does not know of, above the limit at which it pauses."""
     full = hanging.client.map(deadlocks.full, [0.87 + i / 1000 for i in range(SIZE)], pure=False)

@@ -5,26 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from chaos.hosts import Hosts, missing, over
+from chaos.hosts import Hosts, over
 from clock import clock
-from launching import unavailable
 from running import Site
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 ARRAY = 2000 * 2000 * 8  # bytes of the program's array
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    if why := missing():
-        unavailable(why)
-    with Hosts(tmp_path) as hosts:
-        yield hosts
 
 
 def sent(hosts: Hosts) -> int:
@@ -50,6 +39,7 @@ def test_arrays_over_two_hosts(hosts: Hosts, launcher: str) -> None:
         site.check_nothing_left(since)
 
 
+@pytest.mark.long
 def test_a_client_of_the_other_host_by_a_scheduler_file(hosts: Hosts) -> None:
     with Site(over(hosts, "mpich")) as site:
         run = site.start("--scheduler-file", "cluster.json")
@@ -80,29 +70,3 @@ def test_a_host_that_disappears_is_named(hosts: Hosts) -> None:
         ended = run.end(120)
         assert ended.code != 0
         site.check_nothing_left(ended.at, within=30)
-
-
-@pytest.mark.long
-def test_the_slow_pair_of_two_hosts_is_named(hosts: Hosts) -> None:
-    """Four workers on each host; the connection from one to one of the other host is made slow."""
-    launcher = over(hosts, "mpich", ranks=4)
-    with Site(launcher) as site:
-        run = site.start("slow_pair.py", n=8)
-        workers = json.loads(run.line("workers ", timeout=180))
-        (sender, port, _), (receiver, _, pid) = workers[1], workers[6]
-        hosts.slow(port, peer_port(hosts.names[1], port, pid))
-        (site.folder / "slowed").touch()
-        slow = json.loads(run.line("slow ", timeout=180))
-        ended = run.end(60)
-        assert ended.code == 0, str(ended)
-        assert [sender, receiver] in [one["who"] for one in slow if one["kind"] == "pair"], slow
-        assert hosts.names[0] in slow[0]["text"]
-        site.check_nothing_left(ended.at)
-
-
-def peer_port(host: str, port: int, pid: int) -> int:
-    """The port of a process on a host whose connection goes to this port of the other host."""
-    command = ["ip", "netns", "exec", host, "ss", "-Htnp", "dport", "=", f":{port}"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    (line,) = [line for line in told.splitlines() if f"pid={pid}," in line]
-    return int(line.split()[3].rpartition(":")[2])

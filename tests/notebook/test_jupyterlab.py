@@ -18,7 +18,11 @@ from slurm_site import SlurmSite
 
 pytestmark = [pytest.mark.slurm]
 
-PAGE = (Path(__file__).parents[2] / "docs" / "jupyterlab.md").read_text()
+PAGE = (
+    (Path(__file__).parents[2] / "docs" / "detached.md")
+    .read_text()
+    .partition("\n## JupyterLab's Dask extension\n")[2]
+)
 SNIPPET = yaml.safe_load(re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1])
 # Dask merges a file into what it has; set() would replace all of "distributed".
 CONFIGURED = dask.config.merge(dask.config.config, SNIPPET)

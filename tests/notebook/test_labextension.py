@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import hpcdask
 from hpcdask.errors import UsageError
 from hpcdask.jobs import detached
 from hpcdask.jobs.access import load_security
-from launching import describe, end, leftovers, needs, until, wait_for
+from launching import needs, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,7 +24,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Jupyter's packages
 ]
 
-PAGE = (Path(__file__).parents[2] / "docs" / "jupyterlab.md").read_text()
+PAGE = (
+    (Path(__file__).parents[2] / "docs" / "detached.md")
+    .read_text()
+    .partition("\n## JupyterLab's Dask extension\n")[2]
+)
 SNIPPETS = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
 #: The page's lines for detached clusters, of processes of this machine.
 SNIPPET = SNIPPETS[1]
@@ -40,20 +43,7 @@ LOCAL = {
 
 
 @pytest.fixture
-def _nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
-    monkeypatch.setenv(*marker.split("="))
-    yield
-    try:
-        wait_for(lambda: not leftovers(marker), 30, "all to be gone")
-    finally:
-        left = leftovers(marker)
-        end(left)
-        assert not left, describe(left)
-
-
-@pytest.fixture
-def _configured(_nothing_left: None) -> Iterator[None]:
+def _configured(marker: str) -> Iterator[None]:
     async def defaults() -> None:  # it makes a future when it is imported
         import dask_labextension.config  # noqa: F401
 

@@ -8,8 +8,6 @@ import re
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +16,7 @@ from jupyter_client.manager import start_new_kernel
 
 import browser
 from desk import JOBSCRIPTS, Desk, read, shown
-from launching import wait_for
+from launching import run_cli, wait_for
 
 if TYPE_CHECKING:
     import nbformat
@@ -70,6 +68,7 @@ def states(table: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.long
 def test_it_is_kept_without_outputs(name: str):
     import nbformat
 
@@ -136,7 +135,7 @@ def png_size(path: Path) -> tuple[int, int]:
 @pytest.mark.long
 def test_genomics(desk: Desk):
     parameters = (
-        f"folder = {str(desk.home)!r}\nshape, chunks = (6_000, 300), (500, 300)\n"
+        f"folder = {str(desk.home)!r}\nshape, rows = (6_000, 300), 500\n"
         f"n_populations = 3\ndevice = 'cpu'\noptions = {JOB}\nworkers = 2"
     )
     notebook = read("genomics.ipynb", parameters)
@@ -154,16 +153,11 @@ def test_genomics(desk: Desk):
 
 def test_a_notebook_comes_back_to_its_cluster(desk: Desk):
     """Two runs of the notebook, one cluster: the second finds what the first has published."""
-
-    def hpcdask(*words: str) -> None:
-        command = [sys.executable, "-m", "hpcdask.cli", *words]
-        done = subprocess.run(command, env=desk.env, cwd=desk.home, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
     job = ("--cores", "1", "--memory", "512MiB", "--walltime", "00:10:00")
     scheduler = '{"cores": 1, "memory": "512MiB"}'
     more = ("--device", "cpu", "--poll-interval", "1s", "--scheduler-job", scheduler)
-    hpcdask("up", "mine", "--system", "slurm", *job, *more)
+    where = {"env": desk.env, "cwd": desk.home}
+    run_cli("up", "mine", "--system", "slurm", *job, *more, **where)
     parameters = 'name = "mine"\nmaximum = 2\nchunks, side = 20, 400\ndevice = "cpu"'
     for said in ("published\n", "an earlier run has published them\n"):
         notebook = read("attach.ipynb", parameters)
@@ -171,11 +165,11 @@ def test_a_notebook_comes_back_to_its_cluster(desk: Desk):
         assert shown(notebook, "publish") == said
         assert abs(float(shown(notebook, "result")) - 11) < 0.01
         assert desk.jobs()
-    hpcdask("down", "mine")
+    run_cli("down", "mine", **where)
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("shut down", marks=pytest.mark.long)])
-def test_no_job_outlives_the_kernel(desk: Desk, how: str):
+@pytest.mark.long
+def test_no_job_outlives_a_kernel_that_is_killed(desk: Desk):
     """In the middle of the computation; the last cells never run."""
     notebook = adaptive(chunks=20_000, side=400)
     manager, client = start_new_kernel(startup_timeout=300, env=desk.env, cwd=str(desk.home))
@@ -188,10 +182,7 @@ def test_no_job_outlives_the_kernel(desk: Desk, how: str):
                 break
         assert desk.jobs()
         client.stop_channels()
-        if how == "killed":
-            os.kill(manager.provisioner.pid, signal.SIGKILL)
-        else:
-            manager.shutdown_kernel()
+        os.kill(manager.provisioner.pid, signal.SIGKILL)
         wait_for(lambda: not desk.jobs(), 30, "the queue to be empty", interval=0.2)
     finally:
         client.stop_channels()

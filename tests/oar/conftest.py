@@ -18,10 +18,3 @@ def oar() -> Iterator[OarSite]:
         unavailable("OAR needs MariaDB: run tests/tools/install-programs.sh")
     with OarSite() as site:
         yield site
-
-
-@pytest.fixture(autouse=True)
-def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if site := (request.node.funcargs or {}).get("oar"):
-        site.cancel_all()

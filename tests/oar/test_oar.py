@@ -1,15 +1,22 @@
 """The door to OAR, against a real one."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from distributed import Client
 
-from doors import TAG, ask, cancel, make_job, submit, wait_for_state, write_script
+from doors import (
+    SAY,
+    TAG,
+    ask,
+    cancel,
+    check_cluster,
+    check_submit,
+    make_job,
+    submit,
+    wait_for_state,
+    write_script,
+)
 from hpcdask import OARCUDACluster
 from hpcdask.errors import Refused
 from hpcdask.queues.job_state import QueueState
@@ -17,17 +24,6 @@ from hpcdask.queues.oar import OarQueue
 from launching import wait_for
 from oar_site import OarSite
 
-RUN_AS_ROOT = [
-    f"{project}_ALLOW_RUN_AS_ROOT{end}" for project in ("OMPI", "PRTE") for end in ("", "_CONFIRM")
-]
-PROGRAM = """
-import sys
-from distributed import Client
-with Client() as client:
-    print(sys.argv[1:], len(client.nthreads()), "worker")
-sys.exit(5)
-"""
-SAY = 'echo "$HPCDASK_JOB_ID" >"said-$HPCDASK_JOB_ID"'
 SITE = {"memory_per_core_property_name": "not_applicable"}
 
 
@@ -96,26 +92,29 @@ def test_a_job_waits_for_gpus_is_held_and_cancelled(oar: OarSite, queue: OarQueu
     wait_for_state(queue, second, QueueState.CANCELLED)
 
 
-def test_oars_own_copy_of_a_job_is_cancelled(oar: OarSite, queue: OarQueue, tmp_path: Path):
-    """It makes one when a node does not answer; the cluster submits another job itself."""
+@pytest.mark.long
+def test_oars_own_copy_of_a_job_is_told_of(oar: OarSite, queue: OarQueue, tmp_path: Path):
+    """It makes one when a node does not answer. Regression: a query cancelled it."""
     oar.unreachable.touch()
     try:
         (job,) = submit(queue, script_of(queue, tmp_path, "exec sleep 600"))
-        wait_for(lambda: ask(queue, job) and not asyncio.run(queue.tagged()), 60, "both to end")
-        seen = ask(queue, job)
+        seen = wait_for_state(queue, job, QueueState.FAILED, timeout=60)
+        copies = wait_for(lambda: ask(queue, job).copies, 30, "OAR's own copy")
     finally:
         oar.unreachable.unlink()
         oar.run("oarnodesetting", "-s", "Alive", "-h", "localhost")
-    assert seen.state is QueueState.FAILED
     assert "not responding" in seen.reason
-    # OAR may have made one more before the node was alive again
-    wait_for(
-        lambda: ask(queue, job) and "Waiting" not in oar.sql("SELECT state FROM jobs;"),
-        20,
-        "OAR's own copy to end",
-    )
+    assert set(copies) <= set(oar.sql("SELECT job_id FROM jobs;").split())
+
+    def none_is_left() -> bool:  # OAR may have made one more before the node was alive again
+        if left := list(asyncio.run(queue.tagged())):
+            cancel(queue, left)
+        return not left
+
+    wait_for(none_is_left, 30, "all copies to end")
 
 
+@pytest.mark.long
 def test_what_oar_refuses(queue: OarQueue, tmp_path: Path):
     script = script_of(queue, tmp_path, "true", project="my project", queue="nix")
     with pytest.raises(Refused, match="nix") as caught:
@@ -135,41 +134,9 @@ def test_more_than_there_is_is_refused(queue: OarQueue, tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_cluster_of_oar_jobs(queue: OarQueue, tmp_path: Path):
-    with (
-        OARCUDACluster(
-            device="cpu",
-            cores=1,
-            memory="500MB",
-            job_name="my jobs",
-            shared_temp_directory=str(tmp_path / "shared; folder"),
-            scheduler_options={"dashboard_address": ":0"},
-            **SITE,
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        cluster.scale(2)
-        client.wait_for_workers(2, timeout=180)
-        assert client.submit(sum, [1, 2]).result(timeout=180) == 3
-        cluster.scale(1)
-        wait_for(lambda: len(asyncio.run(queue.tagged())) == 1, 30, "one job to end")
-    wait_for(lambda: asyncio.run(queue.tagged()) == {}, 10, "no job to be left")
+    check_cluster(OARCUDACluster, queue, tmp_path, **SITE)
 
 
+@pytest.mark.long
 def test_submit_waits_and_returns_the_exit_code(oar: OarSite, queue: OarQueue, tmp_path: Path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    lines = [f"export {name}=1" for name in RUN_AS_ROOT]
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcdask.cli", "submit", "--system", "oar", "--wait"]
-        + [word for line in lines for word in ("--prologue", line)]
-        + ["--gpus-per-node", "0", "--run", "--device cpu", "program.py", "a word"],
-        cwd=tmp_path,
-        env={**os.environ, **oar.env, "HOME": str(tmp_path)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 5, (done.stdout, done.stderr)
-    assert "['a word'] 1 worker" in done.stdout.splitlines()
-    assert asyncio.run(queue.tagged()) == {}
+    check_submit("oar", queue, tmp_path, oar.env)

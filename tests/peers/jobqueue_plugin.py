@@ -52,9 +52,7 @@ SPECS = {
     "scheduler_spec": property(
         lambda self: {"options": {**self._own_scheduler.options, "security": self.security}}
     ),
-    "new_spec": property(
-        lambda self: {"options": {"interface": self.groups[""].options.spec.interface}}
-    ),
+    "new_spec": property(lambda self: {"options": {"interface": self.groups[""].spec.interface}}),
 }
 
 

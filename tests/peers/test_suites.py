@@ -102,7 +102,7 @@ def compare(found: dict[str, str], package: str) -> None:
 
 
 def test_every_reason_is_a_private_part_or_on_the_page() -> None:
-    page = " ".join((ROOT / "docs/coming-from.md").read_text().split())
+    page = " ".join((ROOT / "docs/launching.md").read_text().split())
     for package, entries in KNOWN.items():
         for entry in entries:
             kind, _, text = entry["because"].partition(": ")

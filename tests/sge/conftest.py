@@ -21,10 +21,3 @@ def sge() -> Iterator[SgeSite]:
         unavailable(f"Grid Engine needs an address for this machine's name: {name} in /etc/hosts")
     with SgeSite() as site:
         yield site
-
-
-@pytest.fixture(autouse=True)
-def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if site := (request.node.funcargs or {}).get("sge"):
-        site.cancel_all()

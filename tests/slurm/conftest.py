@@ -1,10 +1,12 @@
 """A SLURM for the tests of this folder."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from launching import unavailable
+from slurm_login import Login, login
 from slurm_site import SlurmSite, missing_programs
 
 
@@ -30,12 +32,11 @@ def slurm_programs() -> None:
     require_slurm()
 
 
-@pytest.fixture(autouse=True)
-def idle_at_the_end(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    for name in ("slurm", "slurm_accounting"):
-        if site := (request.node.funcargs or {}).get(name):
-            site.cancel_all()
+@pytest.fixture
+def user(slurm: SlurmSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Login]:
+    """At the end, no job of a cluster, no process, no key may be left, and no log readable."""
+    with login(slurm, tmp_path, monkeypatch) as user:
+        yield user
 
 
 def require_slurm(accounting: bool = False) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
-import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import hpcdask
-from launching import describe, end, leftovers, openmpi_launcher, wait_for, walk
+from clock import clock
+from launching import Launcher, made_by_hpcdask, openmpi_launcher, wait_for, walk
+from running import Site
 from slurm_site import SlurmSite
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -42,23 +41,17 @@ with Client() as client:
 """
 
 
-class Folder:
+class Folder(Site):
     """Where a user submits from; jobs leave their output there."""
 
-    def __init__(self, site: SlurmSite) -> None:
-        self.site = site
-        # Short, for sockets; its TMPDIR and HOME show what is left behind
-        self.path = Path(tempfile.mkdtemp(prefix="hj-", dir="/tmp"))
-        self.tmp = self.path / "tmp"
-        self.tmp.mkdir()
-        (self.path / "script.py").write_text(PROGRAM)
-        (self.path / "restarted.py").write_text(RESTARTED)
-        self.marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
+    def __init__(self, slurm: SlurmSite) -> None:
+        super().__init__(Launcher("sbatch", [], {}))
+        self.slurm = slurm
+        (self.folder / "script.py").write_text(PROGRAM)
+        (self.folder / "restarted.py").write_text(RESTARTED)
         mpi = openmpi_launcher()
-        self.env = {
-            "HOME": str(self.path),
-            "TMPDIR": str(self.tmp),
-            "HPCDASK_TEST": self.marker.partition("=")[2],
+        self.env |= {
+            **self.launcher.env,
             "HPCDASK_OPTIONS": "--device cpu",
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -68,15 +61,15 @@ class Folder:
 
     def submit(self, *arguments: str | Path) -> int:
         """Submit with sbatch's options, a script and its arguments; return the job's id."""
-        return self.site.submit(*arguments, env=self.env, cwd=self.path)
+        return self.slurm.submit(*arguments, env=self.env, cwd=self.folder)
 
     def output(self, job: int) -> str:
         """What the job has printed, in the file where SLURM puts it by default."""
-        return "".join(path.read_text() for path in sorted(self.path.glob(f"slurm-{job}*.out")))
+        return "".join(path.read_text() for path in sorted(self.folder.glob(f"slurm-{job}*.out")))
 
     def state(self, job: int) -> str:
         """One word for the job, or for all elements of an array."""
-        words = set(self.site.state(job).split())
+        words = set(self.slurm.state(job).split())
         return words.pop() if len(words) == 1 else "several"
 
     def wait(self, job: int, state: str, timeout: float = 120) -> str:
@@ -91,37 +84,24 @@ class Folder:
         assert "Traceback" not in output
         return output
 
-    def left(self) -> list[str]:
-        """Processes, and files other than the jobs' output."""
-        scratch = {"dask-scratch-space", "global.lock", "purge.lock"}  # distributed's own, for ever
-        files = [
-            *(path for path in walk(self.tmp) if path.name not in scratch),
-            *self.path.glob("*json*"),
-            *(path for path in walk(self.path) if path.suffix == ".pem"),
-        ]
-        return [*describe(leftovers(self.marker)).splitlines(), *map(str, files)]
+    def files(self) -> list[str]:
+        """Return keys, and what runs have left; clusters keep their folders in HOME."""
+        keys = [path for path in walk(self.folder) if path.name.endswith("keys")]
+        return [str(path) for path in (*keys, *made_by_hpcdask(self.tmp))]
 
 
 @pytest.fixture(scope="module")
 def folder(slurm_programs: None) -> Iterator[Folder]:
     """At the end, no process of its jobs and no key may remain."""
-    with SlurmSite(nodes=8, gpus_per_node=2, requeue_wait_s=5) as site:
-        folder = Folder(site)
-        try:
-            yield folder
-            try:
-                wait_for(lambda: not folder.left(), 10)
-            except AssertionError:
-                pytest.fail("left behind:\n" + "\n".join(folder.left()))
-        finally:
-            site.cancel_all()
-            end(leftovers(folder.marker))
-            shutil.rmtree(folder.path, ignore_errors=True)
+    with SlurmSite(nodes=8, gpus_per_node=2, requeue_wait_s=5) as slurm, Folder(slurm) as folder:
+        yield folder
+        folder.check_nothing_left(clock(), within=10)
+        assert not list(folder.folder.glob("*json*"))
 
 
 def test_all_that_slurm_can_run(folder: Folder, monkeypatch: pytest.MonkeyPatch):
     """Two ranks each, side by side; only sbatch's options make them smaller than they are."""
-    monkeypatch.chdir(folder.path)
+    monkeypatch.chdir(folder.folder)
     program = ("script.py", "a b", "it's")
     requeued = folder.submit(
         *SMALL, "--ntasks-per-node=1", SCRIPTS / "slurm-requeue.sh", "restarted.py"
@@ -136,7 +116,7 @@ def test_all_that_slurm_can_run(folder: Folder, monkeypatch: pytest.MonkeyPatch)
         ),
     }
     wait_for(lambda: "life 0 sum 3" in folder.output(requeued), 60, "the first life", interval=0.2)
-    folder.site.run("scontrol", "requeue", str(requeued))
+    folder.slurm.run("scontrol", "requeue", str(requeued))
 
     wait_for(Path("cluster.json").exists, 60, "the scheduler file", interval=0.2)
     with hpcdask.connect("cluster.json") as client:
@@ -153,7 +133,7 @@ def test_all_that_slurm_can_run(folder: Folder, monkeypatch: pytest.MonkeyPatch)
         'cores=1, memory="500MB", device="cpu", gpus_per_job=1',
         (SCRIPTS / "slurm-job-per-gpu.sh").read_text(),
     ).replace("maximum=8", "maximum=1")
-    (folder.path / "small.sh").write_text(small)
+    (folder.folder / "small.sh").write_text(small)
     per_gpu = folder.submit("--cpus-per-task=1", "small.sh")
 
     for job in jobs.values():
@@ -164,7 +144,7 @@ def test_all_that_slurm_can_run(folder: Folder, monkeypatch: pytest.MonkeyPatch)
     assert f"the sum is {sum(n**2 for n in range(1000))}\n" in folder.wait(per_gpu, "COMPLETED")
     output = folder.wait(requeued, "COMPLETED")
     assert output.index("life 0 sum 3") < output.index("life 1 sum 3")
-    assert not folder.site.run("squeue", "-h", "-t", "pending,running").stdout
+    assert not folder.slurm.run("squeue", "-h", "-t", "pending,running").stdout
 
 
 RUN = ["python", "-m", "hpcdask.run"]
@@ -205,7 +185,7 @@ def test_what_a_stand_in_for_the_launcher_gets(folder: Folder, tmp_path: Path, s
     stand_in.chmod(0o700)
     done = subprocess.run(
         ["bash", SCRIPTS / script, *arguments],
-        cwd=folder.path,
+        cwd=folder.folder,
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
         capture_output=True,
         text=True,
@@ -213,11 +193,11 @@ def test_what_a_stand_in_for_the_launcher_gets(folder: Folder, tmp_path: Path, s
         check=True,
     )
     assert done.stdout.splitlines() == [
-        word.replace("FOLDER", str(folder.path)) for word in expected
+        word.replace("FOLDER", str(folder.folder)) for word in expected
     ]
     if script.startswith("slurm"):
         small = ("--nodes=2", "--gres=gpu:2", "--ntasks-per-node=2", "--cpus-per-task=4")
-        done = folder.site.run("sbatch", "--test-only", *small, SCRIPTS / script, *arguments)
+        done = folder.slurm.run("sbatch", "--test-only", *small, SCRIPTS / script, *arguments)
         assert "to start at" in done.stderr
 
 

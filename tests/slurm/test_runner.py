@@ -5,61 +5,46 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from clock import PATIENCE, clock, stretched
-from hpcdask.runner.rendezvous import Rendezvous, RendezvousInfo
-from hpcdask.security.credentials import create_credentials
+from clock import clock, stretched
 from launching import (
-    Result,
-    describe,
-    end,
-    leftovers,
-    made_by_hpcdask,
+    Launcher,
     mpich_launcher,
     name_of,
     openmpi_launcher,
     wait_for,
-    what_stays,
 )
+from running import PROGRAMS, Ended, Running, Site
 from slurm_site import SlurmSite
 
 pytestmark = pytest.mark.slurm
 
-HOST = socket.gethostname()  # of every virtual node
-RUN = (sys.executable, "-m", "hpcdask.run", "--device", "cpu")
 
-COUNT = f"""
-import sys
-sys.path.append({str(Path(__file__).parents[1])!r})
-from clock import clock
+HOST = socket.gethostname()  # of every virtual node
+
+
+RUN = "python -m hpcdask.run --device cpu"
+
+
+COUNT = """
+import os, sys
 from distributed import Client
 with Client() as client:
     workers = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     print("workers", len(workers), "result", client.submit(sum, [1, 2]).result(), flush=True)
     print("limits", *(worker["memory_limit"] for worker in workers.values()), flush=True)
-    print("ended", clock(), flush=True)
 sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 """
-WAIT = """
-import time
-from distributed import Client
-with Client() as client:
-    client.submit(sum, [1, 2]).result()
-    print("running", flush=True)
-    time.sleep(600)
-"""
+
+
 COMPUTE = """
 import time
 from distributed import Client
@@ -76,432 +61,271 @@ with Client() as client:
 """
 
 
-class Step:
-    """A command of the site's user that runs on; its output is in files."""
+class Desk(Site):
+    """A user's folder at the SLURM: runs are steps of srun, or parts of a batch script."""
 
-    def __init__(self, desk: Desk, command: list[str], env: Mapping[str, str]) -> None:
-        self.desk = desk
-        self.out = desk.folder / f"{uuid.uuid4().hex}.out"
-        self.err = self.out.with_suffix(".err")
-        self.started = clock()
-        with self.out.open("w") as out, self.err.open("w") as err:
-            self.process = subprocess.Popen(
-                command, env=env, cwd=desk.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err
-            )
+    def __init__(self, slurm: SlurmSite) -> None:
+        super().__init__(Launcher("srun", ["srun"], slurm.env))
+        self.slurm = slurm
+        (self.folder / "count.py").write_text(COUNT)
 
-    def wait_for(self, text: str, timeout: float = 30) -> None:
-        """Wait until this text was printed."""
+    def srun(self, options: str, *words: str, n: int = 2, find: bool = False, **kwargs) -> Running:
+        """Start ``srun OPTIONS -n N python -m hpcdask.run WORDS``."""
+        self.launcher.prefix = ["srun", *options.split()]
+        return self.start(*words, n=n, find=find, **kwargs)
 
-        def printed() -> bool:
-            over = self.process.poll() is not None
-            if text in self.out.read_text() + self.err.read_text():
-                return True
-            assert not over, f"over without {text!r}\n{self.show()}"
-            return False
+    def sbatch(self, *options: str, script: str) -> tuple[int, Path]:
+        """Submit a script; return the job's id and the file of all it prints."""
+        path, output = self.folder / "job.sh", self.folder / "output"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        arguments = ("--output", output, "--chdir", self.folder, *options, path)
+        return self.slurm.submit(*arguments, env={**self.launcher.env, **self.env}), output
 
-        wait_for(printed, timeout, f"{text!r}")
+    def end_of_job(self, job: int) -> int:
+        """Wait for the job's end, and return its exit code."""
+        self.slurm.wait_for_state(job, "COMPLETED", "FAILED", timeout=40)
+        shown = self.slurm.run("scontrol", "show", "job", str(job)).stdout
+        return int(shown.partition("ExitCode=")[2].partition(":")[0])
 
-    def end(self, timeout: float = 30) -> Result:
-        """Wait for the end."""
-        try:
-            code = self.process.wait(PATIENCE * timeout)
-        except subprocess.TimeoutExpired:
-            running = describe(self.desk.processes())
-            pytest.fail(
-                f"not over after {PATIENCE * timeout:g} s\n--- running\n{running}\n{self.show()}"
-            )
-        seconds = clock() - self.started
-        return Result(code, self.out.read_text(), self.err.read_text(), seconds)
-
-    def show(self) -> str:
-        return f"--- stdout\n{self.out.read_text()}\n--- stderr\n{self.err.read_text()}"
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes of runs, without SLURM's own."""
+        theirs = ("", "srun", "slurmstepd")
+        return [one for one in super().processes() if name_of(one) not in theirs]
 
     def rank(self, index: int) -> psutil.Process:
-        """The process of a rank: a child of SLURM's own."""
+        """Return the process of a rank, a child of SLURM's own."""
         (found,) = [
             process
-            for process in self.desk.processes()
+            for process in self.processes()
             if process.environ().get("SLURM_PROCID") == str(index)
             and process.parent().name().startswith("slurmstepd")
         ]
         return found
 
 
-class Desk:
-    """A test's own folders at the site, and the variable that marks its processes."""
-
-    def __init__(self, site: SlurmSite) -> None:
-        self.site = site
-        # On several nodes the ranks meet in HOME; sockets' paths must be short
-        self.folder = Path(tempfile.mkdtemp(prefix="hd-", dir="/tmp"))
-        self.home = self.folder / "home"
-        self.tmp = self.folder / "tmp"
-        self.home.mkdir()
-        self.tmp.mkdir()
-        self.marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
-        name, value = self.marker.split("=")
-        folders = {"HOME": str(self.home), "TMPDIR": str(self.tmp)}
-        self.env = {**site.env, **folders, name: value}
-
-    def write(self, text: str, name: str = "program.py") -> str:
-        path = self.folder / name
-        path.write_text(text)
-        return str(path)
-
-    def start(self, *command: str | os.PathLike[str], env: Mapping[str, str] | None = None) -> Step:
-        return Step(self, [os.fspath(part) for part in command], {**self.env, **(env or {})})
-
-    def srun(self, *command: str | os.PathLike[str], env: Mapping[str, str] | None = None) -> Step:
-        return self.start("srun", *command, env=env)
-
-    def sbatch(self, *options: str, script: str) -> tuple[int, Path]:
-        """Submit a script; return the job's id and the file of all it prints."""
-        output = self.folder / f"{uuid.uuid4().hex}.out"
-        path = self.write(f"#!/bin/sh\n{script}\n", "job.sh")
-        arguments = ("--output", output, "--chdir", self.folder, *options, path)
-        return self.site.submit(*arguments, env=self.env), output
-
-    def end_of_job(self, job: int, timeout: float = 40) -> int:
-        """Wait for the job's end, and return its exit code."""
-        self.site.wait_for_state(job, "COMPLETED", "FAILED", timeout=timeout)
-        shown = self.site.run("scontrol", "show", "job", str(job)).stdout
-        return int(shown.partition("ExitCode=")[2].partition(":")[0])
-
-    def processes(self) -> list[psutil.Process]:
-        others = ("", "srun", "slurmstepd")
-        return [p for p in leftovers(self.marker) if name_of(p) not in others]
-
-    def remains(self) -> list[str]:
-        """Processes and folders that are left, but for the one that Open MPI leaves under srun."""
-        named = set(made_by_hpcdask(self.folder))
-        named |= {path for path in self.tmp.iterdir() if not path.name.startswith("ompi.")}
-        return [*(describe([p]) for p in self.processes()), *map(str, sorted(named))]
-
-    def assert_nothing_left(self, within: float = 5) -> None:
-        if left := what_stays(self.remains, within):
-            pytest.fail("left behind:\n" + "\n".join(left))
-
-
 @pytest.fixture
 def desk(slurm: SlurmSite) -> Iterator[Desk]:
     """At the end of the test none of its processes and folders may remain."""
-    desk = Desk(slurm)
-    try:
+    with Desk(slurm) as desk:
         yield desk
-        desk.assert_nothing_left()
-    finally:
-        end(leftovers(desk.marker))
-        shutil.rmtree(desk.folder, ignore_errors=True)
+        desk.check_nothing_left(clock(), within=5)
 
 
-def errors(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("hpcdask: error: ")]
+def variables_of(launcher: Launcher) -> dict[str, str]:
+    """Return the variables by which mpi4py loads this launcher's MPI."""
+    return {name: launcher.env[name] for name in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH")}
 
 
-def assert_worked(result: Result, workers: int, code: int = 0) -> None:
-    shown = f"{result.code} after {result.seconds:.1f} s\n{result.out}\n{result.err}"
-    assert result.code == code, shown
-    assert f"workers {workers} result 3" in result.out, shown
-    assert not errors(result.err), shown
-    assert "Traceback" not in result.err, shown
+def assert_worked(ended: Ended, workers: int, code: int = 0) -> None:
+    assert ended.code == code, str(ended)
+    assert f"workers {workers} result 3" in ended.out, str(ended)
+    assert not ended.errors, str(ended)
+    assert "Traceback" not in ended.err, str(ended)
 
 
-def assert_refused(result: Result, *words: str, within: float = 15) -> None:
-    shown = f"{result.code} after {result.seconds:.1f} s\n{result.out}\n{result.err}"
-    assert result.code == 2, shown
-    assert len(errors(result.err)) == 1, shown
-    missing = [word for word in words if word not in errors(result.err)[0]]
-    assert not missing, f"{missing} not in: {errors(result.err)[0]}"
-    assert "Traceback" not in result.err, shown
-    assert not result.out, shown
-    assert result.seconds < within, shown
+# Ways to launch
 
 
-# --- ways to launch -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "n", "mpi"),
+    [
+        # three tasks on the first node and one on the second: 3,1 in SLURM's variables
+        ("-N2 -m plane=3", 4, None),
+        ("-N2 --mpi=pmi2", 2, mpich_launcher),
+        # Open MPI's library would find itself alone in each rank, so it is not asked
+        pytest.param("-N2 --mpi=pmi2", 2, openmpi_launcher, marks=pytest.mark.long),
+    ],
+)
+def test_srun_on_several_nodes(desk: Desk, options: str, n: int, mpi):
+    # With its UCX, MPICH 5.0.2 often sends SLURM 22.05's pmi2 a value that it does not understand
+    env = {**variables_of(mpi()), "MPIR_CVAR_CH4_NETMOD": "ofi"} if mpi else {}
+    assert_worked(desk.srun(options, "count.py", "7", n=n, env=env).end(30), n, code=7)
 
 
 @pytest.mark.long
-def test_srun_on_one_node(desk):
-    """The memory limit is the job's, shared among the ranks."""
-    result = desk.srun("-N1", "-n2", "--mem=2G", *RUN, desk.write(COUNT)).end()
-    assert_worked(result, 2)
-    ended = float(result.out.partition("ended ")[2].split()[0])
-    assert clock() - ended < 3
-    limits = [int(limit) for limit in result.out.partition("limits ")[2].split("\n")[0].split()]
+def test_the_memory_limit_is_the_job_s_shared_among_the_ranks(desk: Desk):
+    ended = desk.srun("-N1 --mem=2G", "count.py").end(30)
+    assert_worked(ended, 2)
+    limits = [int(limit) for limit in ended.out.partition("limits ")[2].split("\n")[0].split()]
     assert len(limits) == 2
     assert all(0.9 * 2**30 <= limit <= 2**30 for limit in limits), limits
-    assert "WARNING" not in result.err
-
-
-def test_srun_on_several_nodes_without_an_mpi_plugin(desk):
-    """Three tasks on the first node and one on the second: 3,1 in SLURM's variables."""
-    result = desk.srun("-N2", "-n4", "-m", "plane=3", *RUN, desk.write(COUNT), "7").end()
-    assert_worked(result, 4, code=7)
-
-
-def test_srun_with_pmi2_and_mpich(desk):
-    env = {n: mpich_launcher().env[n] for n in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH")}
-    # With its UCX, MPICH 5.0.2 often sends SLURM 22.05's pmi2 a value that it does not understand
-    env["MPIR_CVAR_CH4_NETMOD"] = "ofi"
-    result = desk.srun("--mpi=pmi2", "-N2", "-n2", *RUN, desk.write(COUNT), env=env).end()
-    assert_worked(result, 2)
+    assert "WARNING" not in ended.err
 
 
 @pytest.mark.long
-def test_two_steps_of_one_job_at_once(desk):
-    """They share the job's id, and must not meet one another."""
-    srun = f"srun -N2 -n2 --overlap --mem=0 {' '.join(RUN)} {desk.write(COUNT)} > "
-    script = f"{srun} one 2>&1 & {srun} two 2>&1 & wait"
-    job, output = desk.sbatch("-N2", "-n2", script=script)
+def test_two_steps_of_one_job_do_not_meet_one_another(desk: Desk):
+    srun = f"srun -N2 -n2 --overlap --mem=0 {RUN} count.py > "
+    job, output = desk.sbatch("-N2", "-n2", script=f"{srun} one 2>&1 & {srun} two 2>&1 & wait")
     assert desk.end_of_job(job) == 0, output.read_text()
     for name in ("one", "two"):
         assert "workers 2 result 3" in (desk.folder / name).read_text()
 
 
-def test_mpirun_in_a_batch_script(desk):
-    mpi = openmpi_launcher()
-    options = "-x HOME -x TMPDIR"
-    command = f"{' '.join(mpi.prefix)} {options} -n 2 {' '.join(RUN)} {desk.write(COUNT)} 5"
-    variables = "".join(f"export {n}={mpi.env[n]}\n" for n in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH"))
-    job, output = desk.sbatch("-N1", "-n2", script=f"{variables}exec {command}")
+@pytest.mark.parametrize(
+    ("mpi", "options", "shape", "workers"),
+    [
+        (openmpi_launcher, "-x HOME -x TMPDIR -n 2", "-N1 -n2", "workers 2 "),
+        # it starts its ranks by srun, whose own variables count the daemons
+        pytest.param(
+            *(mpich_launcher, "-n 3 -ppn 2", "-N2 --ntasks-per-node=2", "workers 3 "),
+            marks=pytest.mark.long,
+        ),
+        # the batch script has SLURM_PROCID=0 and SLURM_NTASKS too, and is no rank of srun's
+        pytest.param(None, "", "-N1 -n2", "workers ", marks=pytest.mark.long),
+    ],
+)
+def test_a_batch_script_without_srun(desk: Desk, mpi, options: str, shape: str, workers: str):
+    launcher = mpi() if mpi else None
+    known = variables_of(launcher) if launcher else {}
+    lines = [f"export {name}={value}" for name, value in known.items()]
+    lines.append(f"exec {' '.join(launcher.prefix) if launcher else ''} {options} {RUN} count.py 5")
+    job, output = desk.sbatch(*shape.split(), script="\n".join(lines))
     assert desk.end_of_job(job) == 5, output.read_text()
-    assert "workers 2 result 3" in output.read_text()
-    assert not errors(output.read_text())
+    assert workers in output.read_text()
+    assert " result 3" in output.read_text()
+    assert "hpcdask: error: " not in output.read_text()
 
 
-@pytest.mark.long
-def test_mpich_s_launcher_in_a_batch_script_of_two_nodes(desk):
-    """It starts its ranks by srun, whose own variables count the daemons."""
-    mpi = mpich_launcher()
-    command = f"{' '.join(mpi.prefix)} -n 3 -ppn 2 {' '.join(RUN)} {desk.write(COUNT)}"
-    variables = "".join(f"export {n}={mpi.env[n]}\n" for n in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH"))
-    job, output = desk.sbatch("-N2", "--ntasks-per-node=2", script=f"{variables}exec {command}")
-    assert desk.end_of_job(job) == 0, output.read_text()
-    assert "workers 3 result 3" in output.read_text()
+# Exit codes and ends
 
 
-@pytest.mark.long
-def test_no_launcher_in_a_batch_script(desk):
-    """The batch script has SLURM_PROCID=0 and SLURM_NTASKS too, and is no rank of srun's."""
-    command = f"{' '.join(RUN)} {desk.write(COUNT)} 6"
-    job, output = desk.sbatch("-N1", "-n2", script=f"exec {command}")
-    assert desk.end_of_job(job) == 6, output.read_text()
-    assert "result 3" in output.read_text()
-    assert not errors(output.read_text())
-
-
-# --- exit codes and ends --------------------------------------------------------------------------
-
-
-def test_program_killed_by_a_signal(desk):
-    program = desk.write("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    assert desk.srun("-N2", "-n2", *RUN, program).end().code == 128 + signal.SIGSEGV
-
-
-def test_program_that_raises(desk):
-    result = desk.srun("-N2", "-n2", *RUN, desk.write("raise ValueError('mine')")).end()
-    assert result.code == 1
-    lines = [line for line in result.err.splitlines() if not line.startswith("srun: error: ")]
-    assert lines[-1] == "ValueError: mine"
-    assert result.err.count("Traceback") == 1
+def test_a_program_killed_by_a_signal(desk: Desk):
+    ended = desk.srun("-N2", "ends.py", "SIGKILL", find=True).end(30)
+    assert ended.code == 128 + signal.SIGKILL, str(ended)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "index", "options"), [("-N2", 1, ["--workers-min", "2"]), ("-N1", 0, [])]
+    ("nodes", "index", "options"),
+    [("-N2", 1, ["--workers-min", "2"]), pytest.param("-N1", 0, [], marks=pytest.mark.long)],
 )
-def test_rank_killed(desk, index, options, nodes):
-    step = desk.srun(nodes, "-n2", "--mem=2G", *RUN, *options, desk.write(WAIT))
-    step.wait_for("running")
+def test_a_killed_rank_ends_the_run(desk: Desk, nodes: str, index: int, options: list[str]):
+    run = desk.srun(f"{nodes} --mem=2G", *options, "waits.py", find=True)
+    run.line("ready")
     killed = clock()
-    step.rank(index).kill()
-    result = step.end(10)
-    assert clock() - killed < 10
-    assert result.code != 0
-    assert len(errors(result.err)) == 1, result.err
-    assert f"rank {index} on {HOST}" in errors(result.err)[0]
-    desk.assert_nothing_left(within=max(0, killed + 10 - clock()))
+    desk.rank(index).kill()
+    ended = run.end()
+    assert ended.at - killed < 10
+    assert ended.code != 0
+    (error,) = ended.errors
+    assert f"rank {index} on {HOST}" in error
+    desk.check_nothing_left(killed, within=10)
 
 
-def test_rank_killed_with_enough_workers_left(desk):
+def test_a_killed_rank_with_enough_workers_left(desk: Desk):
+    (desk.folder / "compute.py").write_text(COMPUTE)
     wrapper = 'if [ $SLURM_PROCID = 0 ]; then "$@"; echo "rank 0: $?"; else exec "$@"; fi'
-    options = ("--workers-min", "1", desk.write(COMPUTE))
-    step = desk.srun("-N2", "-n2", "--mem=2G", "sh", "-c", wrapper, "sh", *RUN, *options)
-    step.wait_for("running")
-    step.rank(1).kill()
-    result = step.end(40)
-    assert f"sum {sum(range(40))}\nworkers 1\n" in result.out, result.err
-    assert "rank 0: 0\n" in result.out, result.err  # srun itself returns that a task was killed
-    assert f"rank 1 on {HOST} is gone: it was killed or its node failed. The run" in result.err
-    assert not errors(result.err)
+    runner = ["sh", "-c", wrapper, "sh", "python", "-m", "hpcdask.run"]
+    run = desk.srun("-N2 --mem=2G", "--workers-min", "1", "compute.py", runner=runner)
+    run.line("running")
+    desk.rank(1).kill()
+    ended = run.end(40)
+    assert f"sum {sum(range(40))}\nworkers 1\n" in ended.out, str(ended)
+    assert "rank 0: 0\n" in ended.out, str(ended)  # srun itself returns that a task was killed
+    assert f"rank 1 on {HOST} is gone: it was killed or its node failed. The run" in ended.err
+    assert not ended.errors
 
 
-STUBBORN = """
-import os, signal, time
-from distributed import Client
-
-client = Client()
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("scheduler", client.run_on_scheduler(os.getpid), flush=True)
-time.sleep(600)
-"""
-
-
-def test_a_run_that_ends_does_not_go_on(desk):
+@pytest.mark.long
+def test_a_run_that_ends_does_not_go_on(desk: Desk):
     """Regression: "The run ends", and "the run goes on" for the rank that was lost next."""
-    step = desk.srun("-N2", "-n2", "--mem=2G", *RUN, "--workers-min", "1", desk.write(STUBBORN))
-    step.wait_for("scheduler ")
-    pid = int(step.out.read_text().partition("scheduler ")[2].split()[0])
-    os.kill(pid, signal.SIGKILL)
-    step.wait_for("The run ends")
+    run = desk.srun("-N2 --mem=2G", "--workers-min", "1", "waits.py", "ignore", find=True)
+    os.kill(json.loads(run.line("ready"))["scheduler"], signal.SIGKILL)
+    assert "The run ends" in run.line("hpcdask: error: ", stream="err")
     with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # it may have ended
-        step.rank(1).kill()
-    result = step.end(40)
-    assert result.code != 0
-    assert "goes on" not in result.err, result.err
-    assert len(errors(result.err)) == 1, result.err
+        desk.rank(1).kill()
+    ended = run.end(40)
+    assert ended.code != 0
+    assert "goes on" not in ended.err, str(ended)
+    assert len(ended.errors) == 1, str(ended)
 
 
-def test_step_cancelled(desk, slurm):
-    """SLURM kills all of a step's processes at once, the janitors too: the next run sweeps."""
-    step = desk.srun("-N2", "-n2", *RUN, desk.write(WAIT))
-    step.wait_for("running")
-    (name,) = slurm.run("squeue", "-h", "-s", "-o", "%i").stdout.split()
-    slurm.run("scancel", name)
-    result = step.end(20)
-    assert result.code != 0
-    assert "Traceback" not in result.err
+@pytest.mark.long
+def test_what_a_cancelled_step_leaves_is_swept_by_the_next_run(desk: Desk):
+    """SLURM kills all of a step's processes at once, the janitors too."""
+    run = desk.srun("-N2", "waits.py", find=True)
+    run.line("ready")
+    (name,) = desk.slurm.run("squeue", "-h", "-s", "-o", "%i").stdout.split()
+    desk.slurm.run("scancel", name)
+    ended = run.end()
+    assert ended.code != 0
+    assert "Traceback" not in ended.err
     wait_for(lambda: not desk.processes(), 5, "the processes to end")
-    assert_worked(desk.srun("-N1", "-n2", *RUN, desk.write(COUNT)).end(), 2)
-    desk.assert_nothing_left()
+    assert_worked(desk.srun("-N1", "count.py").end(30), 2)
 
 
-def test_job_cancelled(desk, slurm):
-    """A cluster without a program: its file and keys go with it."""
+def test_the_file_and_keys_of_a_cancelled_job_go_with_it(desk: Desk):
     file = desk.folder / "cluster.json"
-    command = f"srun -N2 -n2 {' '.join(RUN)} --scheduler-file {file}"
-    job, output = desk.sbatch("-N2", "-n2", script=command)
+    job, output = desk.sbatch("-N2", "-n2", script=f"srun {RUN} --scheduler-file {file}")
     wait_for(file.exists, 20, "the scheduler file")
-    assert Path(f"{file}.keys").is_dir()
-    slurm.run("scancel", str(job))
-    slurm.wait_for_state(job, "CANCELLED")
-    desk.assert_nothing_left(within=10)
+    assert Path(f"{file}.keys").is_file()
+    desk.slurm.run("scancel", str(job))
+    desk.slurm.wait_for_state(job, "CANCELLED")
+    desk.check_nothing_left(clock(), within=10)
     assert not file.exists(), output.read_text()
-    assert not Path(f"{file}.keys").exists()
 
 
-def test_job_killed_at_once(desk, slurm):
-    """SIGKILL to every process of the job, without a warning."""
-    job, output = desk.sbatch("-N2", "-n2", script=f"srun {' '.join(RUN)} {desk.write(WAIT)}")
-    wait_for(lambda: output.exists() and "running" in output.read_text(), 20, "the program")
-    slurm.run("scancel", "--signal=KILL", "--full", str(job))
-    wait_for(lambda: slurm.state(job) not in ("RUNNING", "COMPLETING"), 20, "the job's end")
-    desk.assert_nothing_left(within=10)
+@pytest.mark.long
+def test_a_job_that_is_killed_at_once_leaves_nothing(desk: Desk):
+    job, output = desk.sbatch("-N2", "-n2", script=f"srun {RUN} {PROGRAMS}/waits.py")
+    wait_for(lambda: output.exists() and "ready" in output.read_text(), 20, "the program")
+    desk.slurm.run("scancel", "--signal=KILL", "--full", str(job))
+    over = ("RUNNING", "COMPLETING")
+    wait_for(lambda: desk.slurm.state(job) not in over, 20, "the job's end")
+    desk.check_nothing_left(clock(), within=10)
 
 
-def test_requeued_job(desk, slurm, monkeypatch):
-    """Notes that lie where the second life looks, with a dead address, do not lead it astray."""
-    program = desk.write(
+def test_a_requeued_job_meets_again(desk: Desk):
+    (desk.folder / "lives.py").write_text(
         "import os, time\n"
         "from distributed import Client\n"
-        "client = Client()\n"
         "life = os.environ.get('SLURM_RESTART_COUNT', '0')\n"
-        "workers = client.sync(client.scheduler.identity, n_workers=-1)['workers']\n"
-        "print('life', life, 'workers', len(workers), flush=True)\n"
+        "print('life', life, 'workers', len(Client().nthreads()), flush=True)\n"
         "time.sleep(600 if life == '0' else 0)\n"
     )
-    script = f"srun -N2 -n2 {' '.join(RUN)} {program}"
     options = ("-N2", "-n2", "--requeue", "--open-mode=append")
-    job, output = desk.sbatch(*options, script=script)
+    job, output = desk.sbatch(*options, script=f"srun {RUN} lives.py")
     wait_for(lambda: output.exists() and "life 0 workers 2" in output.read_text(), 20, "life 0")
-    monkeypatch.setenv("HOME", str(desk.home))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    info = RendezvousInfo("127.0.0.1", port, HOST, "0", create_credentials())
-    first, second = (Rendezvous(f"srun-step0-{job}.r{n}", shared=True) for n in (0, 1))
-    slurm.run("scontrol", "requeue", str(job))
-    first.publish(info)
-    second.publish(info)
+    desk.slurm.run("scontrol", "requeue", str(job))
     wait_for(lambda: "life 1" in output.read_text(), 60, "life 1")
     assert desk.end_of_job(job) == 0, output.read_text()
     assert "life 1 workers 2\n" in output.read_text()
-    assert not errors(output.read_text())
-    assert not Path(second.folder).exists()
-    first.close()
+    assert "hpcdask: error: " not in output.read_text()
 
 
-# --- bad input ------------------------------------------------------------------------------------
+# Bad input
 
 
-def test_no_gpu_in_a_job(desk):
-    command = (*RUN[:3], desk.write(COUNT))
-    result = desk.srun("-N2", "-n2", *command, env={"CUDA_VISIBLE_DEVICES": ""}).end()
-    assert_refused(result, HOST, "--gpus-per-node=1", "--gres=gpu:1", "--gpus-per-task=1")
-
-
-def test_script_that_does_not_exist(desk):
-    assert_refused(desk.srun("-N2", "-n2", *RUN, "nowhere.py").end(), "nowhere.py", "shared")
+def test_a_bad_value_is_told_once(desk: Desk):
+    ended = desk.srun("-N2", "--memory-limit", "lots", "count.py").end(30)
+    assert (ended.code, ended.out) == (2, ""), str(ended)
+    (error,) = ended.errors
+    assert "'lots'" in error
 
 
 @pytest.mark.long
-def test_an_mpi_that_is_not_the_plugin_s_is_not_asked(desk):
-    """With pmi2, Open MPI's library would find itself alone in each rank."""
-    env = {n: openmpi_launcher().env[n] for n in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH")}
-    step = desk.srun("--mpi=pmi2", "-N2", "-n2", *RUN, desk.write(COUNT), env=env)
-    result = step.end()
-    assert (result.code, result.out.splitlines()[0]) == (0, "workers 2 result 3"), result
-
-
-@pytest.mark.long
-def test_rank_that_never_arrives(desk):
+def test_a_rank_that_never_arrives_is_named(desk: Desk):
     wrapper = 'if [ $SLURM_PROCID = 2 ]; then exec sleep 600; fi; exec "$@"'
+    runner = ["sh", "-c", wrapper, "sh", "python", "-m", "hpcdask.run"]
     limit = stretched(4)
-    options = ("--timeout", f"{limit}s", desk.write(COUNT))
-    step = desk.srun("-N2", "-n3", "sh", "-c", wrapper, "sh", *RUN, *options)
-    result = step.end(30)
-    assert result.code in (137, 143), result
-    assert len(errors(result.err)) == 1, result.err
+    ended = desk.srun("-N2", "--timeout", f"{limit}s", "count.py", n=3, runner=runner).end(30)
+    assert ended.code in (137, 143), str(ended)
+    (error,) = ended.errors
     for word in ("rank 2 of 3", f"within {limit} s", f"2 on {HOST}", "--timeout"):
-        assert word in errors(result.err)[0]
-    assert not result.out
-
-
-def test_bad_value_of_an_option(desk):
-    result = desk.srun("-N2", "-n2", *RUN, "--memory-limit", "lots", desk.write(COUNT)).end(30)
-    assert_refused(result, "--memory-limit", "'lots'")
-
-
-@pytest.mark.long
-def test_rank_0_that_never_arrives(desk):
-    wrapper = 'if [ $SLURM_PROCID = 0 ]; then exec sleep 600; fi; exec "$@"'
-    limit = stretched(4)
-    options = ("--timeout", f"{limit}s", desk.write(COUNT))
-    step = desk.srun("-N2", "-n2", "sh", "-c", wrapper, "sh", *RUN, *options)
-    result = step.end(30)
-    assert result.code in (137, 143), result
-    assert "rank 1 of 2" in errors(result.err)[0]
+        assert word in error
+    assert not ended.out
 
 
 # hpcdask doctor
 
+DOCTOR = (sys.executable, "-m", "hpcdask.cli", "doctor", "--json")
 
-def test_the_doctor_reports_once_for_all_nodes(desk):
-    step = desk.srun("-N2", "-n4", sys.executable, "-m", "hpcdask.cli", "doctor", "--json")
-    result = step.end(60)
-    made = json.loads(result.out)
-    assert result.code == made["exit_code"], result.err
+
+@pytest.mark.long
+def test_the_doctor_reports_once_for_all_nodes(slurm: SlurmSite):
+    done = slurm.run("srun", "-N2", "-n4", *DOCTOR, check=False, timeout=60)
+    made = json.loads(done.stdout)
+    assert done.returncode == made["exit_code"], done.stderr
     assert made["ranks"] == 4
     assert [node["ranks"] for node in made["nodes"]] == [[0, 1, 2, 3]]  # one host, by its name
-    assert "SLURM" in result.out
-    assert not errors(result.err)
-
-
-@pytest.mark.parametrize(("partition", "status"), [("nowhere", "warning"), ("gpu", "ok")])
-def test_the_doctor_asks_for_the_partitions(slurm, partition, status):
-    doctor = (sys.executable, "-m", "hpcdask.cli", "doctor", "--json")
-    env = {"DASK_JOBQUEUE__SLURM__QUEUE": partition}
-    (node,) = json.loads(slurm.run(*doctor, env=env, check=False, timeout=60).stdout)["nodes"]
-    found = [one for one in node["findings"] if one["group"] == "configuration"]
-    assert found[-1]["status"] == status, found
-    said = any("the queueing system has no nowhere" in one["value"] for one in found)
-    assert said is (status == "warning")
+    assert "SLURM" in done.stdout
+    assert "hpcdask: error: " not in done.stderr

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from launching import needs, wait_for
+from launching import needs, stand_in_gpus, wait_for
 from slurm_site import SlurmSite
 
 pytestmark = pytest.mark.slurm
 
-TESTS = Path(__file__).parents[1]
 JOB = """#!/bin/bash
 #SBATCH --nodes=1 --ntasks=2 --gpus-per-node=2 --mem=4000
 #SBATCH hetjob
@@ -40,18 +37,9 @@ exec "$@"
 @pytest.mark.long
 @needs("cuda")
 def test_components_with_and_without_gpus(slurm: SlurmSite, tmp_path: Path) -> None:
-    patch = "from hpcdask.gpu import context\ncontext.make_context = lambda: None\n"
-    files = {"sitecustomize.py": patch, "show.py": SHOW, "rank.sh": RANK}
-    for name, text in files.items():
+    variables = {**stand_in_gpus(tmp_path, 2), "HOME": str(tmp_path)}
+    for name, text in {"show.py": SHOW, "rank.sh": RANK}.items():
         (tmp_path / name).write_text(text)
-    path = [str(tmp_path), str(TESTS / "fakes"), os.environ.get("PYTHONPATH", "")]
-    gpus = [{"uuid": f"GPU-0000000{i}", "name": "Fake"} for i in range(2)]
-    variables = {
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "FAKE_NVML": json.dumps(gpus),
-        "DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False",
-        "HOME": str(tmp_path),
-    }
     script = JOB.format(
         environment="\n".join(f"export {key}='{value}'" for key, value in variables.items()),
         python=sys.executable,

@@ -1,28 +1,82 @@
-"""What ``hpcdask jobs`` and ``hpcdask cleanup`` print, with a stand-in for the queues."""
+"""``hpcdask list --jobs`` and ``hpcdask down --dead`` with a stand-in for the queues."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
-import stat
+import shutil
 import subprocess
 import sys
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
 
+import hpcdask
 from hpcdask import __version__, cli
 from hpcdask.bench.command import bench
-from hpcdask.jobs import command as jobs_command
-from hpcdask.jobs.detached import record_job
+from hpcdask.clusters import command as clusters_command
+from hpcdask.clusters.detached import control, process
+from hpcdask.errors import ClusterError, UsageError
+from hpcdask.jobs import discovery
+from hpcdask.jobs.detached import (
+    ENDED,
+    RECORD,
+    REQUEST,
+    ControlRecord,
+    control_log,
+    find,
+    mark_ended,
+    record_job,
+)
 from hpcdask.jobs.discovery import ClusterRecord
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.jobs.state import JobReport, JobState, from_json, to_json
+from hpcdask.jobs.owner import Owner
+from hpcdask.jobs.state import ClusterReport, JobReport, JobState
+from hpcdask.process import process_start
 from hpcdask.queues.job_state import QueueState, QueueStatus
+from hpcdask.queues.local import LocalQueue
 from hpcdask.runner.options import command as runner
+
+#: Answers the two questions that a list asks.
+SQUEUE = """#!/bin/sh
+case "$*" in
+*Comment*) echo '7;RUNNING;hpcdask:mine-1;' ;;
+*) echo '7;RUNNING;0;0;1000;5000;n1;None;' ;;
+esac
+"""
+
+
+#: Answers what no reader expects; fails; hangs.
+ODD = "#!/bin/sh\necho '{\"RECORDS\": [7]}'\n"
+FAILS = "#!/bin/sh\necho no configuration >&2\nexit 1\n"
+HANGS = "#!/bin/sh\nexec sleep 600\n"
+
+
+@pytest.fixture(autouse=True)
+def on_path(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the only folder of PATH, with the commands of no queueing system."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name in ("bash", "sleep", "timeout"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def write_commands(folder: Path, **scripts: str) -> None:
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
+def slurm_commands(folder: Path, squeue: str) -> None:
+    write_commands(folder, sbatch=squeue, squeue=squeue, scancel=squeue)
 
 
 def test_the_package_is_the_command():
@@ -68,7 +122,11 @@ def commands_in(group: click.Group, *before: str) -> list[list[str]]:
 
 
 HELP = [(cli.main, words) for words in commands_in(cli.main)]
+
+
 HELP += [(bench, words) for words in commands_in(bench)]
+
+
 HELP += [(runner(), [])]
 
 
@@ -80,7 +138,7 @@ def test_help_is_whole_at_80_columns(group: click.Group, words: list[str]):
     assert "..." not in shown
     assert max(map(len, done.output.splitlines())) <= 80
     assert "default: (" not in shown
-    if "  Example: " in shown:  # to copy
+    if group is not bench:  # to copy
         assert shown.rstrip().splitlines()[-1].startswith("  Example: ")
 
 
@@ -94,78 +152,212 @@ def test_run_hands_its_words_on(monkeypatch: pytest.MonkeyPatch, words: list[str
     assert command[command.index("-m") :] == ["-m", "hpcdask.run", *words]
 
 
-@pytest.mark.parametrize(
-    ("name", "batch"), [("submit-train_py-a1b2c3", True), ("submit-a1b2c3", False)]
-)
-@pytest.mark.parametrize("command", ["jobs", "cleanup"])
-def test_a_cluster_called_submit_is_a_cluster(
-    monkeypatch: pytest.MonkeyPatch, command: str, name: str, batch: bool
-):
-    async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, str]]:
-        found = ClusterRecord(name, "slurm", None)
-        found.jobs["1"] = QueueStatus("1", QueueState.PENDING)
-        return [found], {}
-
-    monkeypatch.setattr(jobs_command, "survey", survey)
-    done = CliRunner().invoke(cli.main, [command])
-    assert done.exit_code == 0, done.output
-    assert name in done.output
-    words = {"jobs": "  hpcdask submit", "cleanup": "kept 1 job of hpcdask submit"}
-    assert (words[command] in done.output) == batch
-
-
-def test_cleanup_of_a_cluster_without_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_down_of_a_cluster_without_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = ClusterFolder.create("ab-1", "local", base=tmp_path)
     monkeypatch.setattr(ClusterFolder, "lives", lambda self: False)
-    done = CliRunner().invoke(cli.main, ["cleanup", "--folder", str(tmp_path), "--yes"])
+    done = CliRunner().invoke(cli.main, ["down", "--dead", "--folder", str(tmp_path), "--yes"])
     assert done.exit_code == 0, done.output
     assert done.output == "ab-1: no jobs and no keys are left\n"
     assert ClusterFolder.open(folder.path).ended is not None
 
 
-@pytest.mark.parametrize("over", ["marked", "dead", "lives", "detached"])
-def test_list_is_no_failure_for_a_queue_that_no_living_cluster_uses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: str
+def test_list_fails_for_a_queue_that_a_cluster_uses(tmp_path: Path, on_path: Path):
+    ClusterFolder.create("ab-1", "slurm", base=tmp_path)
+    slurm_commands(on_path, FAILS)
+    said = invoke(tmp_path, "list", code=1)
+    assert "hpcdask: error: squeue failed: no configuration" in said
+
+
+@pytest.mark.parametrize("words", [["list", "--jobs"], ["down", "--dead"]])
+def test_a_queue_that_hangs_and_that_no_cluster_uses_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_path: Path, words: list[str]
 ):
+    """Regression: a cluster that was over named its system, which then had minutes to answer."""
+    monkeypatch.setattr(discovery, "GUESS_TIMEOUT_S", 0.5)
     folder = ClusterFolder.create("ab-1", "slurm", base=tmp_path)
     folder.write_script("")
     folder.new_submission().record(["1"])
-    if over == "marked":
-        folder.mark_ended()
-    if over == "detached":
-        record_job(folder, "2")
-    monkeypatch.setattr(ClusterFolder, "lives", lambda self: over == "lives")
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for name in ("sbatch", "squeue", "scancel"):
-        (commands / name).write_text("#!/bin/sh\necho no configuration >&2\nexit 1\n")
-        (commands / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(commands), prepend=os.pathsep)
-    done = CliRunner().invoke(cli.main, ["list", "--folder", str(tmp_path)])
-    used = over in ("lives", "detached")
-    assert done.exit_code == used, done.output
-    kind = "error" if used else "warning"
-    assert f"hpcdask: {kind}: squeue failed: no configuration" in done.output
+    folder.mark_ended()
+    slurm_commands(on_path, HANGS)
+    said = invoke(tmp_path, *words)
+    assert said.count("hpcdask: warning: squeue did not answer within 0.5 s") == 1
+
+
+def test_the_answer_of_one_system_that_makes_no_sense_hides_no_other(tmp_path: Path, on_path: Path):
+    """Regression: a ValueError in a reader of one system's output ended the list."""
+    ClusterFolder.create("mine-1", "slurm", base=tmp_path)
+    slurm_commands(on_path, SQUEUE)
+    write_commands(on_path, bsub=ODD, bjobs=ODD, bkill=ODD)
+    said = invoke(tmp_path, "list", "--jobs")
+    assert " 7 " in said
+    assert "LSF" not in said  # its commands may be another system's wrappers
+    ClusterFolder.create("other-1", "lsf", base=tmp_path)
+    said = invoke(tmp_path, "list", "--jobs", code=1)
+    assert " 7 " in said
+    assert "error: LSF answered what hpcdask does not understand (" in said
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_each_view_says_that_a_job_may_never_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
+):
+    """Regression: the list showed the queue's reason alone."""
+    folder = ClusterFolder.create("mine-1", "slurm", base=tmp_path)
+    monkeypatch.setattr(ClusterFolder, "lives", lambda self: lives)
+
+    async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, Any]]:
+        batch = ClusterRecord("submit-x-a1b2c3", "slurm", None)
+        found = [ClusterRecord("mine-1", "slurm", folder), batch]
+        for number, cluster in enumerate(found):
+            seen = QueueStatus(str(number), QueueState.PENDING, "PartitionConfig")
+            cluster.jobs[str(number)] = seen
+        return found, {}
+
+    monkeypatch.setattr(clusters_command, "survey", survey)
+    waits = "1 job waits, and may never start: PartitionConfig. What partitions have: sinfo"
+    assert waits in invoke(tmp_path, "list")
+    said = invoke(tmp_path, "list", "--jobs")
+    assert f"mine-1: {waits}" in said
+    assert f"submit-x-a1b2c3: {waits}" in said
+
+
+def test_the_waiting_jobs_of_an_array_are_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, Any]]:
+        found = ClusterRecord("submit-x-a1b2c3", "slurm", None)
+        states = {"3_0": QueueState.RUNNING, "3_1": QueueState.RUNNING}
+        states |= {f"3_{number}": QueueState.PENDING for number in range(2, 9)}
+        found.jobs |= {job: QueueStatus(job, state) for job, state in states.items()}
+        return [found], {}
+
+    monkeypatch.setattr(clusters_command, "survey", survey)
+    _, *rows = invoke(tmp_path, "list", "--jobs").splitlines()
+    jobs = [" ".join(row.split()[1:]).partition(" slurm")[0] for row in rows]
+    assert jobs == ["3_0 running", "3_1 running", "3_2 and 6 more pending"]
+    assert len(json.loads(invoke(tmp_path, "list", "--jobs", "--json"))) == 9
+
+
+def test_an_error_names_a_log_only_if_there_is_one(tmp_path: Path):
+    """Regression: it named logs/control.log, which no cluster has."""
+    folder = detached_cluster(tmp_path, "mine-1", state=ENDED, why="nobody used it")
+    mark_ended(folder, "")
+    with pytest.raises(ClusterError, match=r"has ended: nobody used it$"):
+        hpcdask.attach("mine", folder=str(tmp_path))
+    log = control_log(folder)
+    log.touch()
+    with pytest.raises(ClusterError, match=rf"has ended: nobody used it\. Log: {log}$"):
+        hpcdask.attach("mine", folder=str(tmp_path))
+
+
+def test_the_schedulers_job_is_cancelled_by_its_tag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Regression: its recorded id was cancelled unseen, and queues use their numbers again."""
+    cancelled: list[str] = []
+
+    async def tagged(self: LocalQueue) -> dict[str, str]:
+        return {"7": "hpcdask:another-9", "8": "hpcdask:scheduler-mine-1"}
+
+    async def cancel(self: LocalQueue, ids: Collection[str]) -> None:
+        cancelled.extend(ids)
+
+    monkeypatch.setattr(LocalQueue, "tagged", tagged)
+    monkeypatch.setattr(LocalQueue, "cancel", cancel)
+    monkeypatch.setattr(process, "END_PAUSE_S", 0.01)
+    folder = detached_cluster(tmp_path, "mine-1")
+    record_job(folder, "7")
+    asyncio.run(process.end(folder, "hpcdask down"))
+    assert set(cancelled) == {"8"}
+
+
+def test_down_of_a_cluster_that_only_starts_spares_the_notebook(tmp_path: Path):
+    """Regression: the process that had made the cluster got SIGTERM."""
+    folder = detached_cluster(tmp_path, "mine-1")
+    with subprocess.Popen(["sleep", "600"]) as notebook:
+        folder.owner = replace(Owner.this(), pid=notebook.pid, start=process_start(notebook.pid))
+        known = json.loads((folder.path / "cluster.json").read_text()) | folder.owner.to_json()
+        (folder.path / "cluster.json").write_text(json.dumps(known))
+
+        async def both() -> None:
+            ending = asyncio.ensure_future(process.end(folder, "hpcdask down"))
+            await asyncio.sleep(0.1)
+            assert await control.run(ClusterFolder.open(folder.path), []) == 0
+            await ending
+
+        asyncio.run(both())
+        assert notebook.poll() is None
+        notebook.kill()
+    record = ControlRecord.read(folder)
+    assert (record.state, record.why) == (ENDED, "hpcdask down")
+
+
+def detached_cluster(base: Path, name: str, **facts: Any) -> ClusterFolder:
+    """A detached cluster of this process, which made a request."""
+    folder = ClusterFolder.create(name, "local", base=base)
+    ControlRecord(name.partition("-")[0], **facts).write(folder)
+    (folder.path / REQUEST).write_text("{}")
+    return folder
+
+
+def invoke(base: Path, command: str, *words: str, code: int = 0) -> str:
+    done = CliRunner().invoke(cli.main, [command, "--folder", str(base), *words])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_a_cluster_of_another_release_hides_no_other(tmp_path: Path):
+    """Regression: one such record broke the list, and `down` and `attach` of all clusters."""
+    detached_cluster(tmp_path, "mine-1")
+    other = detached_cluster(tmp_path, "other-2")
+    (other.path / RECORD).write_text('{"name": "other", "version": 99, "nodes": 3}')
+    rows = {row["id"]: row for row in json.loads(invoke(tmp_path, "list", "--json"))}
+    assert rows["mine-1"]["state"] == "submitted"
+    assert rows["other-2"]["state"] == "unknown"
+    assert "is of another release of hpcdask" in rows["other-2"]["why"]
+    assert find("mine", tmp_path).name == "mine-1"
+    with pytest.raises(UsageError, match="you have no detached cluster other"):
+        find("other", tmp_path)
+
+
+def test_down_goes_on_after_one_that_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Regression: it stopped there, and the next one kept its GPUs."""
+    old = detached_cluster(tmp_path, "old-1")
+    mark_ended(old, "hpcdask down")
+    new = detached_cluster(tmp_path, "new-2")
+    monkeypatch.setattr(Owner, "lives", lambda self: False)
+    said = invoke(tmp_path, "down", "old", "none", "new", code=2)
+    assert "old-1 has ended before: hpcdask down" in said
+    assert "new-2 has ended; no jobs and no keys are left" in said
+    assert "is called none." in said
+    assert ClusterFolder.open(new.path).ended is not None
+
+
+def test_what_was_asked_of_a_dead_cluster_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Regression: the file with the whole configuration of Dask stayed for 30 days."""
+    folder = detached_cluster(tmp_path, "mine-1", state="running")
+    monkeypatch.setattr(Owner, "lives", lambda self: False)
+    assert "no jobs and no keys are left" in invoke(tmp_path, "down", "--dead", "--yes")
+    assert not (folder.path / REQUEST).exists()
+    assert ControlRecord.read(folder).state == ENDED
+
+
+@pytest.mark.parametrize("words", ["4 8", "gpu=1 gpu=2", "4 gpu=1"])
+def test_scale_takes_one_number_for_each_group(tmp_path: Path, words: str):
+    """Regression: `hpcdask scale mine 4 8` took 8 without a word."""
+    said = invoke(tmp_path, "scale", "mine", *words.split(), code=2)
+    assert f"hpcdask scale: {words}: give one number of workers, or GROUP=NUMBER" in said
+
+
+def test_up_names_the_nearest_keyword(tmp_path: Path):
+    done = CliRunner().invoke(cli.main, ["up", "mine", "--system", "slurm", "--core", "2"])
+    assert (done.exit_code, "Did you mean --cores?" in done.output) == (2, True)
 
 
 def report(job_id: str, state: JobState, workers: int = 0, reason: str = "") -> JobReport:
     return JobReport(job_id, state, reason, workers, 2, "n1", 1000.0)
 
 
-def test_reports_cross_the_process_boundary(tmp_path: Path):
-    folder = ClusterFolder.create("ab-1", "slurm", base=tmp_path)
-    assert folder.reports() == {}
-    reports = [report("7_1", JobState.RUNNING, 2, "SUSPENDED"), report("7_2", JobState.PENDING)]
-    folder.write_reports(reports)
-    path = folder.path / "jobs.json"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert from_json(to_json(reports)) == folder.reports() == {one.id: one for one in reports}
-    for broken in ("", "{}1", "[1]", '[{"state": "running"}]', '[{"state": "no such"}]', "{"):
-        path.write_text(broken)
-        assert folder.reports() == {}
-
-
-@pytest.mark.parametrize("as_json", [True, False])
 @pytest.mark.parametrize(
     ("lives", "state", "said", "shown", "by_cluster"),
     [
@@ -184,27 +376,22 @@ def test_reports_cross_the_process_boundary(tmp_path: Path):
         (False, JobState.PENDING, QueueState.PENDING, "pending", False),
     ],
 )
-def test_who_says_how_a_job_is(
-    tmp_path, monkeypatch, lives, state, said, shown, by_cluster, as_json
-):
+def test_who_says_how_a_job_is(tmp_path, monkeypatch, lives, state, said, shown, by_cluster):
     folder = ClusterFolder.create("ab-1", "slurm", base=tmp_path)
-    folder.write_reports([report("7", state, 1)])
+    folder.write_report(ClusterReport((report("7", state, 1),)))
     monkeypatch.setattr(ClusterFolder, "lives", lambda self: lives)
 
-    async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, str]]:
+    async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, Any]]:
         found = ClusterRecord("ab-1", "slurm", folder)
         if said is not None:
             found.jobs["7"] = QueueStatus("7", said)
         return [found], {}
 
-    monkeypatch.setattr(jobs_command, "survey", survey)
-    done = CliRunner().invoke(cli.main, ["jobs", *(["--json"] if as_json else [])])
-    assert done.exit_code == 0, done.output
-    if as_json:
-        rows = json.loads(done.output)
-        told = [(row["state"], row["told_by"], row["workers"]) for row in rows]
-        who = ("cluster", 1) if by_cluster else ("queue", None)
-        assert told == ([] if shown is None else [(shown, *who)])
-    else:
-        assert (f" {shown} " in done.output) == (shown is not None)
-        assert ("says the queue" in done.output) == (not by_cluster)
+    monkeypatch.setattr(clusters_command, "survey", survey)
+    rows = json.loads(invoke(tmp_path, "list", "--jobs", "--json"))
+    told = [(row["state"], row["told_by"], row["workers"]) for row in rows]
+    who = ("cluster", 1) if by_cluster else ("queue", None)
+    assert told == ([] if shown is None else [(shown, *who)])
+    table = invoke(tmp_path, "list", "--jobs")
+    assert (f" {shown} " in table) == (shown is not None)
+    assert ("says the queue" in table) == (not by_cluster)

@@ -3,148 +3,202 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+from dataclasses import replace
 
 import pytest
 
-from hpcdask.bench import compare
-from hpcdask.errors import UsageError
+from hpcdask.bench.command import main
+from hpcdask.bench.measurement import Exchange, Measurement, Pair, Together
+from hpcdask.workloads import Check
+
+WRONG = (Check("mean", 1, 2, 0),)
 
 
-def line(workload="array", times=(0.9, 1.0, 1.1), **more):
-    """A record with least, median and greatest time."""
-    least, median, greatest = times
-    return {
-        "workload": workload,
-        "form": "tuned",
-        "shape": [1000, 1000],
-        "dtype": "float64",
-        "bytes": 8_000_000,
-        "seconds_min": least,
-        "seconds_median": median,
-        "seconds_max": greatest,
-        "devices": {"cpu": 2},
-        "workers": 2,
-        "checks": [{"name": "mean", "ok": True}],
-        "versions": {"dask": "1", "cupy": None},
-        **more,
-    }
+def line(workload="array", seconds=(0.9, 1.0, 1.1), **more):
+    return Measurement(
+        **{
+            "workload": workload,
+            "form": "tuned",
+            "shape": (1000, 1000),
+            "dtype": "float64",
+            "devices": {"cpu": 3},
+            "workers": 3,
+            "checks": (Check("mean", 1, 1, 0),),
+            "versions": {"dask": "1", "cupy": None},
+            **more,
+        },
+        seconds=tuple(seconds),
+    )
 
 
-def write(path, *records):
-    """A file of the bench, with an empty line."""
-    path.write_text("\n".join([*map(json.dumps, records), "", ""]))
-    return path
+def exchanged(pair=1.0, latency=1.0, every=1.0, reduced=1.0, times=(1.0, 1.1)):
+    """An exchange between three workers, with one of its times so many times the usual."""
+    pairs = [
+        Pair(i, j, "ucx", *(tuple(factor * one for one in times) for factor in factors))
+        for i in range(3)
+        for j in range(3)
+        if i != j
+        for factors in [(pair if (i, j) == (0, 2) else 1.0, latency)]
+    ]
+    together = [Together(tuple(f * one for one in times), 100, 10) for f in (every, reduced)]
+    found = Exchange(("a", "b", "c"), ("n", "n", "n"), 1000, tuple(pairs), *together)
+    return line("exchange", exchange=found, seconds=together[0].seconds)
+
+
+@pytest.fixture
+def compare(tmp_path, capsys):
+    """Compare files of measurements by the command: the exit code, and name and verdict by row."""
+
+    def run(before, after):
+        paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+        for path, found in zip(paths, (before, after), strict=True):
+            with open(path, "w") as file:  # with an empty line
+                file.write("\n".join([*(json.dumps(one.to_json()) for one in found), "", ""]))
+        code = main(["--compare", *paths])
+        rows = re.findall(r"^(.*?)  .*? ((?:only )?[a-z]+) *$", capsys.readouterr().out, re.M)
+        return code, rows[1:]
+
+    return run
+
+
+def verdicts(told):
+    return told[0], [verdict for _, verdict in told[1]]
+
+
+def test_a_measurement_survives_json():
+    found = replace(exchanged(), checks=WRONG, rates={"memory": 1.0}, gpus=None, k=10)
+    assert Measurement.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 @pytest.mark.parametrize(
     ("after", "verdict"),
     [
         ((1.2, 1.3, 1.4), "slower"),
-        ((1.05, 1.3, 1.4), "same"),  # the ranges overlap
-        ((0.5, 0.6, 0.7), "faster"),
-        ((0.5, 0.6, 0.95), "same"),
-        ((0.9, 1.0, 1.1), "same"),
+        ((0.9, 1.3, 1.4), "same"),  # the fastest run is as fast
+        ((0.5, 0.6, 0.95), "faster"),
+        ((0.5, 1.0, 1.1), "same"),
+        ((1.0, 1.08, 1.2), "same"),
     ],
 )
-def test_verdicts(after, verdict):
-    (change,) = compare.compare([line()], [line(times=after)])
-    assert change.verdict == verdict
-    assert change.ratio == pytest.approx(after[1])
-    assert compare.exit_code([change]) == (verdict == "slower")
+def test_verdicts(compare, after, verdict):
+    there, back = [line()], [line(seconds=after)]
+    assert verdicts(compare(there, back)) == (int(verdict == "slower"), [verdict])
     swapped = {"slower": "faster", "faster": "slower", "same": "same"}[verdict]
-    assert compare.compare([line(times=after)], [line()])[0].verdict == swapped
+    assert verdicts(compare(back, there)) == (int(swapped == "slower"), [swapped])
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (3, 1)])
-def test_one_run_tells_nothing(before, after):
-    """Least and greatest of start-up are over workers, and do not tell how launches differ."""
-    old, new = line(seconds=[1.0] * before), line(times=(3, 3, 3), seconds=[3.0] * after)
-    (change,) = compare.compare([old], [new])
-    assert change.verdict == "one run"
-    assert compare.exit_code([change]) == 0
-    new["checks"] = [{"name": "mean", "ok": False}]
-    assert compare.compare([old], [new])[0].verdict == "wrong"
-    assert compare.compare([line(seconds=[1.0] * 2)], [line(times=(3, 3, 3), seconds=[3.0] * 2)])[
-        0
-    ].verdict == ("slower")
+def a_run(seed, start=1.0, pair=1.0, array=1.0):
+    """A run of the bench, whose times scatter by 3 %, with regressions."""
+    scatter = random.Random(seed)
+    times = [tuple(scatter.uniform(0.97, 1.03) for _ in range(3)) for _ in range(2)]
+    return [
+        line("startup", [start * scatter.uniform(0.97, 1.03)]),
+        line(seconds=[array * one for one in times[0]]),
+        exchanged(pair, times=times[1]),
+    ]
 
 
-def test_a_little_slower_is_the_same():
-    single = [line(times=(1.0, 1.0, 1.0))]
-    assert compare.compare(single, [line(times=(1.05, 1.05, 1.05))])[0].verdict == "same"
-    assert compare.compare(single, [line(times=(1.06, 1.06, 1.06))])[0].verdict == "slower"
+@pytest.mark.parametrize(
+    ("planted", "where"), [("start", "startup"), ("pair", "a -> c"), ("array", "array")]
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_30_percent_are_found_and_noise_is_not(compare, seed, planted, where):
+    before = a_run(seed)
+    assert compare(before, a_run(seed + 10))[0] == 0
+    code, rows = compare(before, a_run(seed + 10, **{planted: 1.3}))
+    slower = [name for name, verdict in rows if verdict == "slower"]
+    assert (code, len(slower)) == (1, 1)
+    assert where in slower[0]
 
 
-def test_the_last_of_several_lines_counts():
-    slow, right = line(times=(9, 9, 9)), line()
-    assert [change.verdict for change in compare.compare([slow, right], [slow, right])] == ["same"]
+def test_all_times_of_equal_measurements_count(compare):
+    """Regression: the last of several lines was compared alone."""
+    before = [line("startup", [s]) for s in (1.0, 1.01, 1.02)]
+    after = [line("startup", [s]) for s in (1.15, 1.14, 1.16)]
+    assert verdicts(compare(before, after)) == (1, ["slower"])
 
 
 @pytest.mark.parametrize(
     "other",
     [
         {"form": "stock"},
-        {"shape": [10, 10]},
+        {"variant": "fft"},
+        {"shape": (10, 10)},
         {"dtype": "uint8"},
-        {"devices": {"cpu": 3}},
-        {"workers": 3},
-        {"label": "mine"},
+        {"k": 5},
+        {"chunk_nbytes": 10**6},
+        {"block_nbytes": 10**6},
+        {"devices": {"cpu": 4}},
+        {"workers": 4},
     ],
 )
-def test_what_differs_is_not_compared(other):
-    changes = compare.compare([line(), line("svd")], [line(**other), line("svd")])
-    assert [change.verdict for change in changes] == ["only before", "same", "only after"]
-    assert compare.exit_code(changes) == 0
-    assert changes[0].ratio is None
+def test_what_differs_is_not_compared(compare, other):
+    """Regression: other numbers of values, chunks and blocks were compared."""
+    code, rows = compare([line(), line("svd")], [line(**other), line("svd")])
+    assert (code, [row[1] for row in rows]) == (0, ["only before", "same", "only after"])
+    assert rows[0][0] != rows[2][0]
 
 
-def test_files_and_the_table(tmp_path, capsys):
-    limits = {"workload": "limits", "rates": {"memory": 3.9e12, "random": 2e11}}
-    before = write(tmp_path / "a.json", limits, line(), line("fft"))
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ({"pair": 1.3}, "a -> c"),
+        ({"latency": 1.6}, "8 bytes"),
+        ({"reduced": 1.3}, "all-reduce"),
+    ],
+)
+def test_slower_transfers_are_seen(compare, part, name):
+    """Regression: only the exchange's own time was compared."""
+    code, (whole, change) = compare([exchanged()], [exchanged(**part)])
+    assert (code, whole[1], change) == (1, "same", (f"exchange: {name}", "slower"))
+
+
+def test_a_slower_exchange_of_all_is_seen(compare):
+    assert verdicts(compare([exchanged()], [exchanged(every=1.3)])) == (1, ["slower"])
+    assert verdicts(compare([exchanged()], [exchanged(every=1.15)])) == (0, ["same"])
+
+
+def test_a_wrong_result_counts_also_where_only_the_run_after_has_it(compare):
+    old, wrong = line("svd"), replace(line(seconds=[0.1]), checks=WRONG)
+    assert verdicts(compare([old], [old, wrong])) == (1, ["same", "wrong"])
+    assert verdicts(compare([old, line()], [wrong])) == (1, ["only before", "wrong"])
+    assert verdicts(compare([old, wrong], [old])) == (0, ["same", "only before"])
+
+
+def test_the_table_and_what_else_changed(compare, capsys, monkeypatch):
+    rates = {"memory": 3.9e12, "random": 2e11}
     less = {"memory": 2e12, "random": 2.01e11}
-    slower = line(times=(2.0, 2.1, 2.2), versions={"dask": "2", "cupy": None}, rates=less)
-    after = write(tmp_path / "b.json", slower, line("svd"))
-    assert compare.compare_files(before, after) == 1
-    assert [" ".join(row.split()) for row in capsys.readouterr().out.splitlines()[1:]] == [
-        "array tuned 8.0 MB on 2 x cpu 1 s (0.9 to 1.1) 2.1 s (2 to 2.2) 2.100 slower",
-        "fft tuned 8.0 MB on 2 x cpu 1 s (0.9 to 1.1) - - only before",
-        "svd tuned 8.0 MB on 2 x cpu - 1 s (0.9 to 1.1) - only after",
+    slower = line(seconds=(2.0, 2.1, 2.2), versions={"dask": "2", "cupy": None}, rates=less)
+    printed = []
+    read = capsys.readouterr
+    monkeypatch.setattr(capsys, "readouterr", lambda: printed.append(read()) or printed[-1])
+    compare([line(rates=rates), line("fft")], [line("svd", versions={"dask": "2"}), slower])
+    assert [" ".join(row.split()) for row in printed[0].out.splitlines()[1:]] == [
+        "array, tuned 7.63 MiB on 3 x cpu 1 s (0.9 to 1.1) 2.1 s (2 to 2.2) 2.100 slower",
+        "fft, tuned 7.63 MiB on 3 x cpu 1 s (0.9 to 1.1) - - only before",
+        "svd, tuned 7.63 MiB on 3 x cpu - 1 s (0.9 to 1.1) - only after",
         "versions: dask 1 -> 2",
         "limits of the hardware, per second: memory 3.9e+12 -> 2e+12",
     ]
-    assert compare.compare_files(before, before) == 0
-    assert "versions" not in capsys.readouterr().out
-
-
-def test_nothing_in_common():
-    with pytest.raises(UsageError, match=r"before there are fft tuned 8.0 MB on 2 x cpu; after, a"):
-        compare.compare([line("fft")], [line()])
-    with pytest.raises(UsageError, match=r"after, none"):
-        compare.compare([line()], [{"workload": "limits", "rates": {}}])
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", r"line 1: not a result, it names no workload"),
-        ("[1]", r"line 1: not a result"),
-        ('{"workload": "limits", "rates": {}}\nhpcdask: 3 s', r"line 2: not JSON \(Expecting"),
-        ('{"workload": "array"}', r"seconds_median is None, not a time in seconds"),
-        (json.dumps(line(times=(0, "1", 1))), r"seconds_median is '1'"),
-        (json.dumps(line(times=(float("nan"), 1, 1))), r"seconds_min is nan"),
-        ("[" * 100_000, r"line 1: not JSON"),
-        ("\n\n", r"is empty: `hpcdask bench all --json"),
-        (b"\xff\xfe", r"cannot be read: UnicodeDecodeError"),
+        (b"{}", "x.json, result 1 is none that `hpcdask bench --json`"),
+        (b'{"version": 0}', "its version is 0, not 1"),
+        (b'{"version": 1, "workload": "array"}', "KeyError"),
+        (json.dumps(line().to_json() | {"seconds": [0.0]}).encode(), "seconds are [0.0]"),
+        (b"\n\n", "is empty: `hpcdask bench all --json"),
+        (b"\xff\xfe", "UnicodeDecodeError"),
+        (json.dumps(line("svd").to_json()).encode(), "no workload in common"),
     ],
 )
-def test_a_file_that_is_none(tmp_path, text, message):
-    path = tmp_path / "x.json"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UsageError, match=message) as caught:
-        compare.load(path)
-    assert str(path) in str(caught.value)
-
-
-def test_no_file(tmp_path):
-    with pytest.raises(UsageError, match=r"none.json cannot be read: FileNotFoundError"):
-        compare.load(tmp_path / "none.json")
+def test_a_file_that_is_none(tmp_path, capsys, text, message):
+    path, good = tmp_path / "x.json", tmp_path / "good.json"
+    path.write_bytes(text)
+    good.write_text(json.dumps(line().to_json()))
+    assert main(["--compare", str(path), str(good)]) == 2
+    assert message in capsys.readouterr().err

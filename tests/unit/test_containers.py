@@ -106,12 +106,3 @@ def test_what_pip_installs_is_what_the_project_declares(kind: str, cuda: str):
     assert set(extras.split(",")) == {cuda, "mpi"} <= set(EXTRAS)
     declared = {Requirement(line).name for line in EXTRAS[cuda]}
     assert {Requirement(word).name for word in others} <= declared
-
-
-def test_both_images_are_made_by_the_same_commands():
-    docker, apptainer = scripts().values()
-    checks = [words for words in docker if words[0] in ("python", "hpcdask")]
-    there = [words for words in apptainer if words != ["set", "-eu"]]
-    assert [words for words in docker if words not in checks] == there
-    for words, other in zip(checks, commands(definition()[1]["test"]), strict=True):
-        assert [f"/opt/hpcdask/bin/{words[0]}", *words[1:]] == other

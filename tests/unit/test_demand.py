@@ -1,4 +1,4 @@
-"""How many workers each group needs, on a scheduler with workers that compute nothing."""
+"""How many workers each group needs, and when there are more or fewer."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from distributed import Client, Scheduler, Worker
+from distributed import Client, Scheduler
 
-from hpcdask.clusters import demand
-from hpcdask.clusters.job import Policy
-from hpcdask.clusters.state import ClusterState
+from hpcdask.clusters.group import Group
+from hpcdask.clusters.scaling import JobAdaptive, bounds, demands
+from job_control import control
 from launching import until
 
 GROUPS = {"gpu": {"GPU": 1.0, "BOTH": 1.0}, "cpu": {"CPU": 1.0, "BOTH": 1.0}}
-RULE = {"target_duration": 0.5}  # as long as Dask takes a new Dask task to be
+TARGET_S = 0.5  # as long as Dask takes a new Dask task to be
 
 
-def states(scheduler: Scheduler) -> list[ClusterState]:
-    return [
-        ClusterState(
-            scheduler, "ab", group=name, size=1, resources=given, policy=Policy(), say=print
-        )
-        for name, given in GROUPS.items()
-    ]
+def states(scheduler: Scheduler) -> list[Group]:
+    return list(control(scheduler=scheduler, groups=GROUPS).groups.values())
 
 
 async def submit(client: Client, scheduler: Scheduler, count: int, **resources: float) -> Any:
@@ -77,7 +73,7 @@ def test_what_only_one_group_can_run_counts_for_it_alone():
             await submit(client, scheduler, 9, OTHER=1),
             await submit(client, scheduler, 1, GPU=2),
         ]
-        found = demand.targets(states(scheduler), {"gpu": 8, "cpu": 8}, **RULE)
+        found = demands(states(scheduler), {"gpu": 8, "cpu": 8}, TARGET_S)
         assert found == {"gpu": 3, "cpu": 5}
         assert kept
 
@@ -96,41 +92,32 @@ def test_what_several_can_run_counts_for_the_first_up_to_its_limit(resources: di
             ({"gpu": float("inf"), "cpu": 0}, {"gpu": 10, "cpu": 0}),
         ]:
             # what is above its limit the caller cuts off, as distributed does
-            assert demand.targets(groups, most, **RULE) == expected, most
+            assert demands(groups, most, TARGET_S) == expected, most
         assert len(kept) == 10
 
     run(check)
 
 
-def test_gangs_take_the_first_groups_first():
-    async def check(scheduler: Scheduler, client: Client) -> None:
-        groups = states(scheduler)
-        found = demand.targets(groups, {"gpu": 3, "cpu": 9}, gangs=5, **RULE)
-        assert found == {"gpu": 3, "cpu": 2}
+def test_up_at_once_and_down_when_several_looks_agree():
+    cluster: Any = SimpleNamespace(names=lambda groups: set("abcde"))
+    adaptive = JobAdaptive(cluster, interval=0, wait_count=3)
 
-    run(check)
+    async def look(target: int) -> tuple[str, int | None]:
+        found = await adaptive.recommendations(target)
+        return found["status"], found.get("n")
+
+    async def check() -> None:
+        for target, expected in [
+            *((5, ("same", None)), (2, ("same", None)), (3, ("same", None))),
+            *((2, ("down", 3)), (9, ("up", 9)), (0, ("same", None)), (0, ("same", None))),
+            (0, ("down", 0)),
+        ]:
+            assert await look(target) == expected, target
+
+    asyncio.run(check())
 
 
-def test_workers_of_a_group_are_closed_for_its_own_needs_only():
-    async def worker(scheduler: Scheduler, group: str, number: int) -> Worker:
-        options = {"resources": GROUPS[group], "nthreads": 1, "dashboard": False}
-        name = f"ab.{group}-{number}-0-0"
-        return await Worker(scheduler.address, name=name, memory_limit="1GiB", **options)
-
-    async def check(scheduler: Scheduler, client: Client) -> None:
-        workers = [await worker(scheduler, "gpu", 1), await worker(scheduler, "gpu", 2)]
-        workers += [await worker(scheduler, "cpu", 3)]
-        kept = await submit(client, scheduler, 1, CPU=1)
-        await until(lambda: any(ws.processing for ws in scheduler.workers.values()))
-        gpu, cpu = states(scheduler)
-        most = {"gpu": 4, "cpu": 4}
-        assert demand.targets([gpu, cpu], most, **RULE) == {"gpu": 0, "cpu": 1}
-        names = demand.Part(gpu).workers_to_close(target=0, attribute="name")
-        assert sorted(names) == ["ab.gpu-1-0-0", "ab.gpu-2-0-0"]
-        assert demand.Part(cpu).workers_to_close(attribute="name") == []
-        go_on.set()
-        await client.gather(kept)
-        for one in workers:
-            await one.close()
-
-    run(check)
+def test_a_group_may_be_called_like_a_unit():
+    groups: Any = {"gpu_jobs": SimpleNamespace(workers=2)}
+    given = {"minimum": 0, "maximum": None}
+    assert bounds(groups, given, {"gpu_jobs": (1, 4)}) == {"gpu_jobs": (2, 4)}

@@ -8,39 +8,38 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import dask
-import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hpcdask.bootstrap import resources
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.resources import cpu_quota, job_memory
+from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import DeviceError, MissingExtra, UsageError
 from hpcdask.gpu import context, driver
 from hpcdask.gpu import nvml as nvml_module
 from hpcdask.gpu.devices import Gpu, visible_gpus
-from hpcdask.node.placement import Inventory, worker_cores
-from hpcdask.node.scratch import remove_stale, scratch_folder
-from hpcdask.runner.plan import assign_gpus, place_workers
+from hpcdask.node.placement import Inventory, WorkerPlacement, worker_cores
+from hpcdask.node.scratch import scratch_folder
+from hpcdask.runner.plan import assign_devices, make_plan
 from hpcdask.spec.specs import RunSpec
 from launching import needs
 
 FAKES = str(Path(__file__).parents[1] / "fakes")
+
 FOUR = [
     {"uuid": "GPU-aaaa1111-0000", "name": "Fake A", "memory": 80 << 30, "cores": [0, 1]},
     {"uuid": "GPU-aabb2222-0000", "name": "Fake A", "memory": 80 << 30, "cores": [2, 3]},
     {"uuid": "GPU-cccc3333-0000", "name": "Fake B", "memory": 40 << 30, "cores": None},
     {"uuid": "GPU-dddd4444-0000", "name": "Fake B", "memory": 40 << 30},
 ]
+
 SLICE = {"name": "Fake A MIG 3g.40gb", "memory": 40 << 30}
+
 MIG = [
     {"uuid": "GPU-aaaa1111-0000", "name": "Fake A", "memory": 80 << 30, "mig": []},
     {
@@ -50,17 +49,6 @@ MIG = [
         "mig": [{"uuid": "MIG-1111", **SLICE}, None, {"uuid": "MIG-2222", **SLICE}, None],
     },
 ]
-
-
-@pytest.fixture
-def nvml(monkeypatch):
-    """A function that describes the machine's GPUs to a mock of NVML's package."""
-    monkeypatch.syspath_prepend(FAKES)
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-    monkeypatch.setattr(nvml_module, "has_nvidia_driver", lambda: False)
-    monkeypatch.delenv("FAKE_NVML", raising=False)
-    yield lambda gpus: monkeypatch.setenv("FAKE_NVML", json.dumps(gpus))
-    sys.modules.pop("pynvml", None)
 
 
 def uuids(environ: dict[str, str]) -> list[str]:
@@ -101,32 +89,6 @@ def test_visible_gpus(nvml, visible, expected):
     assert uuids({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
 
 
-def test_what_is_known_of_a_gpu(nvml):
-    nvml(FOUR)
-    one, _, three, four = visible_gpus({})
-    assert one == Gpu(A, "Fake A", 80 << 30, (0, 1))
-    assert three == Gpu(C, "Fake B", 40 << 30, ())  # where affinity is not supported
-    assert four.cores == ()
-
-
-def test_gpus_come_in_the_order_of_their_bus(nvml):
-    nvml(
-        [
-            {"uuid": "GPU-b", "bus": "00000000:C1:00.0"},
-            {"uuid": "GPU-c", "bus": "00000001:01:00.0"},
-            {"uuid": "GPU-a", "bus": "00000000:4B:00.0"},
-        ]
-    )
-    assert uuids({}) == ["GPU-a", "GPU-b", "GPU-c"]
-    assert uuids({"CUDA_VISIBLE_DEVICES": "1"}) == ["GPU-b"]
-
-
-def test_cores_beyond_the_first_64(nvml, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 192)
-    nvml([{"uuid": "GPU-a", "cores": [0, 63, 64, 191]}])
-    assert visible_gpus({})[0].cores == (0, 63, 64, 191)
-
-
 @pytest.mark.parametrize(
     ("visible", "expected"),
     [
@@ -144,15 +106,6 @@ def test_cores_beyond_the_first_64(nvml, monkeypatch):
 def test_mig_slices(nvml, visible, expected):
     nvml(MIG)
     assert uuids({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
-
-
-def test_a_slice_has_its_own_memory_and_its_gpu_s_cores(nvml):
-    nvml(MIG)
-    assert visible_gpus({})[1] == Gpu("MIG-1111", "Fake A MIG 3g.40gb", 40 << 30, (2, 3))
-
-
-def test_no_driver(nvml):
-    assert visible_gpus({}) == []
 
 
 def test_device_files_but_no_nvml(nvml, monkeypatch):
@@ -186,6 +139,18 @@ def views(*seen: tuple[str, list[int]]) -> list[Inventory]:
     return result
 
 
+def assign_gpus(
+    seen: list[Inventory],
+    *,
+    device: str,
+    oversubscribe: bool,
+    job: str | None,
+    every_gpu: bool = False,
+) -> dict[int, list[Gpu | None]]:
+    spec = RunSpec(device=device, oversubscribe=oversubscribe)
+    return assign_devices(seen, spec, by_hand=every_gpu, job=job)
+
+
 def given_to(seen: list[Inventory], **options) -> list[str]:
     options = {"device": "auto", "oversubscribe": False, "job": "7.r0", **options}
     chosen = assign_gpus(seen, **options)
@@ -196,53 +161,27 @@ def given_to(seen: list[Inventory], **options) -> list[str]:
     return [chosen[view.rank][0].uuid.removeprefix(f"{view.host}-GPU-") for view in seen]
 
 
-def test_all_visible_each_takes_the_one_of_its_number():
-    assert given_to(views(*[("n1", [0, 1, 2, 3])] * 4)) == ["0", "1", "2", "3"]
-
-
-def test_fewer_ranks_than_gpus():
-    assert given_to(views(*[("n1", [0, 1, 2, 3])] * 2)) == ["0", "1"]
-
-
-def test_each_has_its_own():
-    assert given_to(views(("n1", [2]), ("n1", [0]), ("n1", [1]))) == ["2", "0", "1"]
-
-
-def test_two_visible_to_each_pair():
-    pairs = [("n1", [0, 1]), ("n1", [0, 1]), ("n1", [2, 3]), ("n1", [2, 3])]
-    assert sorted(given_to(views(*pairs))) == ["0", "1", "2", "3"]
-
-
-def test_one_sees_all_and_the_other_only_the_one_it_would_take():
-    assert given_to(views(("n1", [0, 1]), ("n1", [0]))) == ["1", "0"]
-
-
-def test_in_different_orders():
-    assert len(set(given_to(views(("n1", [0, 1, 2]), ("n1", [2, 0, 1]), ("n1", [1, 2, 0]))))) == 3
-
-
-def test_several_hosts_are_apart():
-    seen = views(*[("n1", [0, 1])] * 2, *[("n2", [0, 1])] * 2, ("n3", [5]))
-    assert given_to(seen) == ["0", "1", "0", "1", "5"]
-
-
-def test_ranks_dealt_round_the_hosts():
-    seen = views(("n1", [0, 1]), ("n2", [0, 1]), ("n1", [0, 1]), ("n2", [0, 1]))
-    assert given_to(seen) == ["0", "0", "1", "1"]
+@pytest.mark.parametrize(
+    ("seen", "taken"),
+    [
+        ([("n1", [0, 1, 2, 3])] * 4, ["0", "1", "2", "3"]),
+        ([("n1", [0, 1, 2, 3])] * 2, ["0", "1"]),
+        ([("n1", [2]), ("n1", [0]), ("n1", [1])], ["2", "0", "1"]),
+        ([("n1", [0, 1]), ("n1", [0])], ["1", "0"]),
+        ([("n1", [0, 1]), ("n2", [0, 1])] * 2 + [("n3", [5])], ["0", "0", "1", "1", "5"]),
+    ],
+)
+def test_each_rank_takes_one_of_the_gpus_that_it_sees(seen, taken):
+    assert given_to(views(*seen)) == taken
 
 
 def test_too_few_distinct():
     seen = views(*[("n1", [0, 1])] * 2, *[("n2", [0, 1])] * 3)
     with pytest.raises(DeviceError) as caught:
         given_to(seen)
-    for word in ("n2", "3 ranks", "2 distinct GPUs", "at most 2", "--oversubscribe"):
+    for word in ("n2", "3 workers", "2 distinct GPUs", "at most 2", "--oversubscribe"):
         assert word in str(caught.value)
     assert "n1" not in str(caught.value)
-
-
-def test_one_gpu_given_to_both_ranks():
-    with pytest.raises(DeviceError, match="2 ranks but only 1 distinct GPU:"):
-        given_to(views(("n1", [3]), ("n1", [3])))
 
 
 def test_enough_distinct_but_not_for_everyone():
@@ -252,36 +191,11 @@ def test_enough_distinct_but_not_for_everyone():
         given_to(seen)
 
 
-def test_a_gpu_is_taken_by_its_uuid_alone():
-    """NVML may describe a GPU differently to two ranks."""
-    one = Inventory(0, "n1", 0, (Gpu("GPU-0", "Fake", 80, (0, 1)),), (0,), 1)
-    two = Inventory(1, "n1", 1, (Gpu("GPU-0", "Fake", 80, (2, 3)),), (0,), 1)
-    with pytest.raises(DeviceError, match="1 distinct"):
-        assign_gpus([one, two], device="cuda", oversubscribe=False, job=None)
-
-
 @pytest.mark.parametrize("ranks", [3, 4, 5, 7, 8])
 def test_oversubscribe_shares_evenly(ranks):
     shares = Counter(given_to(views(*[("n1", [0, 1])] * ranks), oversubscribe=True))
     assert set(shares) == {"0", "1"}
     assert max(shares.values()) - min(shares.values()) <= 1
-
-
-@given(
-    st.lists(
-        st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), min_size=1, max_size=6
-    )
-)
-def test_everyone_gets_one_it_sees_and_no_two_the_same_where_that_can_be(seen):
-    def distinct_choice_exists(index: int, used: frozenset[int]) -> bool:
-        return index == len(seen) or any(
-            distinct_choice_exists(index + 1, used | {gpu})
-            for gpu in seen[index]
-            if gpu not in used
-        )
-
-    taken = given_to(views(*(("n1", numbers) for numbers in seen)), oversubscribe=True)
-    assert (len(set(taken)) == len(taken)) is distinct_choice_exists(0, frozenset())
 
 
 def test_started_by_hand_a_worker_for_every_gpu():
@@ -324,16 +238,9 @@ def test_no_driver_in_a_job_with_gpus(monkeypatch):
     with pytest.raises(DeviceError) as caught:
         assign_gpus(views(("n1", [])), device="auto", oversubscribe=False, job="7.r1")
     said = str(caught.value)
-    assert "This job (7) has GPUs (SLURM_STEP_GPUS=0,1): pass them into the container" in said
+    assert "This job (7) has GPUs (SLURM_STEP_GPUS=0,1): see nvidia-smi there" in said
     assert "apptainer exec --nv" in said
     assert "request them" not in said
-
-
-@pytest.mark.parametrize(("device", "job"), [("auto", None), ("auto", "7.r0"), ("cuda", None)])
-def test_one_rank_without_a_gpu(device, job):
-    seen = views(("n1", [0]), ("n2", []))
-    with pytest.raises(DeviceError, match=r"rank 1 .*n2"):
-        assign_gpus(seen, device=device, oversubscribe=False, job=job)
 
 
 @pytest.mark.parametrize(
@@ -364,11 +271,6 @@ def test_worker_cores(owned, near, expected):
     assert worker_cores(owned, gpu) == expected
 
 
-def test_cores_of_an_mpirun_around_it_are_not_guessed_of_others():
-    assert resources.launcher_cores() >= os.sched_getaffinity(0)
-
-
-HOST = int(psutil.virtual_memory().total)
 MIB = 1 << 20
 
 
@@ -387,110 +289,72 @@ def machine(tmp_path):
 
 
 JOB_V2 = "system.slice/slurmstepd.scope/job_11"
-JOB_V1 = "sys/fs/cgroup/memory/slurm/uid_1000/job_11"
-V1_MEMBERSHIP = (
-    "12:pids:/system.slice/slurmd.service\n"
-    "9:cpu,cpuacct:/slurm/uid_1000/job_11\n"
-    "7:memory:/slurm/uid_1000/job_11/step_0\n"
-    "1:name=systemd:/system.slice/slurmd.service"
-)
 
-
-def test_memory_of_the_host(machine):
-    assert job_memory({}, machine({})) <= HOST
-
-
-def test_memory_limit_of_the_job_above_the_step_in_cgroup_v2(machine):
-    root = machine(
-        {
-            "proc/self/cgroup": f"0::/{JOB_V2}/step_0/user/task_0",
-            f"sys/fs/cgroup/{JOB_V2}/step_0/user/task_0/memory.max": "max",
-            f"sys/fs/cgroup/{JOB_V2}/step_0/user/memory.max": "max",
-            f"sys/fs/cgroup/{JOB_V2}/memory.max": str(100 * MIB),
-            "sys/fs/cgroup/system.slice/memory.max": str(200 * MIB),
-        }
-    )
-    assert job_memory({}, root) == 100 * MIB
-
-
-def test_memory_limit_in_cgroup_v1(machine):
-    root = machine(
-        {
-            "proc/self/cgroup": V1_MEMBERSHIP,
-            f"{JOB_V1}/step_0/memory.limit_in_bytes": str(100 * MIB),
-            f"{JOB_V1}/memory.limit_in_bytes": str(150 * MIB),
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-        }
-    )
-    assert job_memory({}, root) == 100 * MIB
-
-
-def test_memory_limit_of_a_container_s_root_group(machine):
-    root = machine({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": str(100 * MIB)})
-    assert job_memory({}, root) == 100 * MIB
-
-
-def test_no_limit_in_any_group(machine):
-    root = machine(
-        {"proc/self/cgroup": "0::/user.slice", "sys/fs/cgroup/user.slice/memory.max": "max"}
-    )
-    assert job_memory({}, root) == job_memory({}, machine({}))
+JOB_V1 = "uid_1000/job_11"
 
 
 @pytest.mark.parametrize(
-    ("environ", "mebibytes"),
+    ("environ", "group", "limits", "mebibytes"),
     [
-        ({"SLURM_MEM_PER_NODE": "100"}, 100),
-        ({"SLURM_MEM_PER_CPU": "50", "SLURM_CPUS_ON_NODE": "3"}, 150),
-        ({"SLURM_MEM_PER_CPU": "50"}, 50),
+        ({}, f"0::/{JOB_V2}/step_0/user", {JOB_V2: 100, "system.slice": 200}, 100),
+        ({}, f"7:memory:/slurm/{JOB_V1}/step_0", {f"{JOB_V1}/step_0": 100, JOB_V1: 150}, 100),
+        ({}, "0::/", {"": 100}, 100),
+        ({}, "0::/user.slice", {"user.slice": "max"}, None),
+        ({"SLURM_MEM_PER_NODE": "100"}, "0::/a", {"a": 80}, 80),
+        ({"SLURM_MEM_PER_NODE": "60"}, "0::/a", {"a": 80}, 60),
+        ({"SLURM_MEM_PER_CPU": "50", "SLURM_CPUS_ON_NODE": "3"}, "0::/", {}, 150),
+        (
+            {"SLURM_MEM_PER_NODE": "0"},
+            "0::/",
+            {},
+            None,
+        ),  # SLURM's word for all of the node's memory
     ],
 )
-def test_memory_that_slurm_granted_without_a_cgroup(machine, environ, mebibytes):
-    assert job_memory(environ, machine({})) == mebibytes * MIB
-
-
-def test_all_of_the_node_s_memory(machine):
-    """SLURM's word for ``--mem=0`` is 0 or the node's memory; neither is a limit of nothing."""
-    assert job_memory({"SLURM_MEM_PER_NODE": "0"}, machine({})) == job_memory({}, machine({}))
-
-
-def test_the_least_limit_counts(machine):
-    root = machine({"proc/self/cgroup": "0::/a", "sys/fs/cgroup/a/memory.max": str(80 * MIB)})
-    assert job_memory({"SLURM_MEM_PER_NODE": "100"}, root) == 80 * MIB
-    assert job_memory({"SLURM_MEM_PER_NODE": "60"}, root) == 60 * MIB
+def test_the_least_limit_of_memory_counts(machine, environ, group, limits, mebibytes):
+    folder = "memory/slurm/" if ":memory:" in group else ""
+    name = "memory.limit_in_bytes" if folder else "memory.max"
+    files = {
+        f"sys/fs/cgroup/{folder}{where}/{name}": str(limit * MIB if limit != "max" else limit)
+        for where, limit in limits.items()
+    }
+    limit = job_memory(environ, machine({"proc/self/cgroup": group, **files}))
+    assert limit == (mebibytes * MIB if mebibytes else job_memory({}, machine({})))
 
 
 @pytest.mark.parametrize(
-    ("files", "quota"),
+    ("group", "files", "quota"),
     [
-        ({}, None),
-        ({"cpu.max": "max 100000"}, None),
-        ({"cpu.max": "400000 100000"}, 4),
-        ({"cpu.max": "50000 100000"}, 1),
-        ({"cpu.max": "400000 100000", "job/cpu.max": "250000 100000"}, 2),
+        ("0::/job", {}, None),
+        ("0::/job", {"cpu.max": "max 100000"}, None),
+        ("0::/job", {"cpu.max": "50000 100000"}, 1),
+        ("0::/job", {"cpu.max": "400000 100000", "job/cpu.max": "250000 100000"}, 2),
+        (
+            "4:cpu,cpuacct:/a",
+            {"cpu/a/cpu.cfs_quota_us": "300000", "cpu/a/cpu.cfs_period_us": "100000"},
+            3,
+        ),
     ],
 )
-def test_the_cpu_time_of_a_container(machine, files, quota):
-    """Docker's --cpus, and the limits of a pod: as many workers as cores were throttled."""
-    here = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-    assert cpu_quota(machine({"proc/self/cgroup": "0::/job", **here})) == quota
+def test_the_cpu_time_of_a_container(machine, group, files, quota):
+    """Docker's --cpus, and a pod's limits, bound the number of workers."""
+    written = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    assert cpu_quota(machine({"proc/self/cgroup": group, **written})) == quota
 
 
-@pytest.mark.parametrize(("quota", "found"), [("-1", None), ("300000", 3)])
-def test_the_cpu_time_of_a_container_in_cgroup_v1(machine, quota, found):
-    group = "sys/fs/cgroup/cpu/docker/ab"
-    files = {f"{group}/cpu.cfs_quota_us": quota, f"{group}/cpu.cfs_period_us": "100000"}
-    assert cpu_quota(machine({"proc/self/cgroup": "4:cpu,cpuacct:/docker/ab", **files})) == found
+def placements(rank: Rank, seen: dict[int, Inventory]) -> list[list[WorkerPlacement]]:
+    links = dict.fromkeys(seen, Fabric())
+    return list(make_plan(RunSpec(device="cpu"), rank, seen, links, job=None).placements.values())
 
 
 def test_workers_share_the_cpu_time_that_there_is():
     view = Inventory(0, "n1", 0, (), tuple(range(64)), 1 << 30, quota=4)
     by_hand = Rank(0, 1, 0, 1, "n1", "none", "")
-    (places,) = place_workers(RunSpec(device="cpu"), by_hand, {0: view}, job=None).values()
+    (places,) = placements(by_hand, {0: view})
     assert len(places) * places[0].nthreads == 4
     mates = {i: dataclasses.replace(view, rank=i, local_index=i) for i in range(2)}
     ranks = Rank(0, 2, 0, 2, "n1", "mpi", "")
-    for (place,) in place_workers(RunSpec(device="cpu"), ranks, mates, job=None).values():
+    for (place,) in placements(ranks, mates):
         assert place.nthreads == 2
 
 
@@ -513,12 +377,6 @@ def test_a_broken_gpu_stops_those_only_who_want_it(nvml, visible, expected):
         visible_gpus(environ)
 
 
-def test_a_gpu_that_shares_the_host_s_memory(nvml):
-    nvml([{**FOUR[0], "memory": None}])
-    (gpu,) = visible_gpus({})
-    assert gpu.memory == psutil.virtual_memory().total
-
-
 @pytest.mark.parametrize("library", [False, True])
 def test_windows_has_its_file_for_every_gpu(monkeypatch, tmp_path, library):
     """A laptop without an NVIDIA GPU needed --device cpu."""
@@ -526,14 +384,6 @@ def test_windows_has_its_file_for_every_gpu(monkeypatch, tmp_path, library):
     monkeypatch.setattr(driver.os.path, "exists", there.__contains__)
     monkeypatch.setattr(driver.glob, "glob", lambda _: [])
     assert driver.has_nvidia_driver() is library
-
-
-def test_a_pipe_in_a_scratch_folder_is_not_waited_for(tmp_path):
-    folder = tmp_path / f"hpcdask-{os.getuid()}-x"
-    folder.mkdir()
-    os.mkfifo(folder / "owner")
-    remove_stale(str(tmp_path))
-    assert folder.exists()
 
 
 def test_the_scratch_folder_s_variables_are_the_node_s(tmp_path, monkeypatch):
@@ -560,27 +410,10 @@ def test_a_scratch_folder_s_error_says_who_named_it(tmp_path, monkeypatch, folde
         scratch_folder(folder, lambda path: None)
 
 
-def test_threads_that_were_there_before_are_bound_too():
-    """The driver starts some while the context is made, when the worker's cores are not decided."""
-    cores = os.sched_getaffinity(0)
-    over = threading.Event()
-    thread = threading.Thread(target=over.wait)
-    thread.start()
-    try:
-        resources.widen_threads({min(cores)})
-        assert os.sched_getaffinity(thread.native_id) == {min(cores)}
-        resources.widen_threads(cores)
-        assert os.sched_getaffinity(thread.native_id) == cores
-    finally:
-        resources.widen_threads(cores)
-        over.set()
-        thread.join()
-
-
 # Without NVML
 
-
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Sat Aug 19 01:15:15 UTC 2023\n"
+
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  {}  Release Build\n"
 
 
@@ -616,38 +449,18 @@ def test_the_extra_that_messages_name(tmp_path, monkeypatch, version, model, pac
     assert driver.cuda_extra(f"{tmp_path}/") == expected
 
 
-def driver_files(root: Path, *gpus: tuple[str, bool], **more: str) -> list[driver.DriverFile]:
-    """What the driver writes of GPUs: their UUIDs, and whether this process may use them."""
-    (root / "dev").mkdir(exist_ok=True)
-    for minor, (uuid, accessible) in enumerate(gpus):
-        folder = root / f"proc/driver/nvidia/gpus/0000:0{minor}:00.0"
-        folder.mkdir(parents=True, exist_ok=True)
-        told = {"Model": "NVIDIA H200", "IRQ": "0", "GPU UUID": uuid, "Bus Type": "PCIe"}
-        told |= {"Bus Location": f"0000:0{minor}:00.0", "Device Minor": str(minor), **more}
-        (folder / "information").write_text("".join(f"{k}: \t {v}\n" for k, v in told.items()))
-        if accessible:
-            (root / f"dev/nvidia{minor}").touch()
-    return driver.driver_files(f"{root}/")
-
-
-def test_gpus_that_the_driver_leaves_out(tmp_path):
-    assert len(driver_files(tmp_path, (A, True), (B, True), **{"GPU Excluded": "No"})) == 2
-    assert not driver_files(tmp_path, (A, True), (B, True), **{"GPU Excluded": "Yes"})
-
-
 # The process that asks
-
 
 PROBE = """
 import multiprocessing
 from hpcdask import errors
-from hpcdask.node import gpu_probe
+from hpcdask.node import host_agent
 
 if __name__ == "__main__":
-    gpu_probe.answer_deadline_s = lambda: SECONDS
+    host_agent.answer_deadline_s = lambda: SECONDS
     multiprocessing.set_forkserver_preload(["change"])
     try:
-        found = gpu_probe.GpuProbe.start().result()
+        found = host_agent.GpuProbe().result()
         print([gpu.uuid for gpu in found.gpus], found.fabric.nvlink, len(found.fabric.gpus))
     except errors.DeviceError as error:
         print(error)
@@ -662,17 +475,18 @@ def probed(tmp_path: Path) -> Callable[..., str]:
     def run(change: str = "", deadline: float = 60, **environ: str) -> str:
         (tmp_path / "change.py").write_text(
             "import os, time\nfrom hpcdask.gpu import devices, driver, nvml\n"
-            "from hpcdask.node import gpu_probe\ndriver.has_nvidia_driver = lambda: False\n"
+            "from hpcdask.node import host_agent\ndriver.has_nvidia_driver = lambda: False\n"
             f"{change}"
         )
         program = tmp_path / "program.py"
         program.write_text(PROBE.replace("SECONDS", str(deadline)))
+        path = os.pathsep.join([FAKES, str(tmp_path), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
             [sys.executable, program],
             capture_output=True,
             text=True,
             timeout=600,
-            env={**os.environ, "PYTHONPATH": f"{FAKES}{os.pathsep}{tmp_path}", **environ},
+            env={**os.environ, "PYTHONPATH": path, **environ},
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -731,15 +545,9 @@ def test_a_report_of_what_went_wrong(probed):
     assert "NVML does not start" in probed("nvml.has_nvidia_driver = lambda: True")
     broken = [{"uuid": A, "bus": None}, {"uuid": B}]
     assert "the NVIDIA driver fails: TypeError" in probed(FAKE_NVML=json.dumps(broken))
-    assert "has died" in probed("gpu_probe.visible_gpus = lambda: os.kill(os.getpid(), 9)")
-
-
-@pytest.mark.parametrize(("count", "seconds"), [(0, 30), (1, 30), (8, 80)])
-def test_many_gpus_without_persistence_mode_get_their_time(tmp_path, count, seconds):
-    driver_files(tmp_path, *((f"GPU-{number}", True) for number in range(count)))
-    assert driver.answer_deadline_s(f"{tmp_path}/") == seconds
+    assert "has died" in probed("host_agent.visible_gpus = lambda: os.kill(os.getpid(), 9)")
 
 
 def test_a_driver_that_hangs(probed):
-    said = probed("gpu_probe.visible_gpus = lambda: time.sleep(600)", deadline=1)
+    said = probed("host_agent.visible_gpus = lambda: time.sleep(600)", deadline=1)
     assert "did not answer within 1 s: see whether nvidia-smi works" in said

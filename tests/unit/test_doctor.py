@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import dataclasses
-import importlib.util
 import io
 import json
 import os
-import re
 import sys
 import tempfile
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import dask
 import psutil
 import pytest
-from click.testing import CliRunner
 
-from clock import clock
-from hpcdask import cli
+from clock import stretched
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric, Interface, Port
 from hpcdask.comm.ucx_config import UcxInstall
-from hpcdask.doctor import (
-    command,
-    gpu_facts,
-    meeting,
-    nccl,
-    node,
-    nodes,
-    queue,
-    report,
-    software,
-)
+from hpcdask.doctor import command, gpus, nccl, node, nodes, queue, report
 from hpcdask.doctor.collect import Gathering
-from hpcdask.doctor.findings import Finding, Reporter
-from hpcdask.doctor.gpu_facts import GpusFacts
+from hpcdask.doctor.findings import Finding
+from hpcdask.doctor.gpus import GpusFacts
 from hpcdask.doctor.launch import Launch, Route
-from hpcdask.doctor.nodes import RankFacts, merge_ranks
+from hpcdask.doctor.nodes import RankFacts
 from hpcdask.doctor.queue import QueueFacts
-from hpcdask.doctor.software import SoftwareFacts
-from hpcdask.errors import LaunchError, UsageError, installing
-from hpcdask.gpu import driver
-from hpcdask.runner.link import Listener, find_leader
-from hpcdask.runner.rendezvous import RendezvousInfo
-from hpcdask.spec.records import Record
+from hpcdask.errors import installing
 
 GIB = 2**30
 INFINITE = -1
@@ -137,7 +115,7 @@ def facts_of(cards: list[Facts], ucx: UcxInstall = PYPI, **more: Any) -> Facts:
         "scratch": {**folder, "path": "/scratch", "source": "TMPDIR", "type": "ext4"},
         "queue": {"system": "", "job": None, "request": "", "gpus": {}},
         "ports": None,
-        "configuration": {"paths": ["/etc/dask"]},
+        "configuration": {"findings": []},
         **more,
     }
 
@@ -227,24 +205,6 @@ def test_ucx_tls_without_cuda_ipc_is_slow(tls):
     assert made.verdict == "slow: Dask runs, but not at full speed (UCX_TLS)"
 
 
-@pytest.mark.parametrize("tls", ["tcp", "tcp,cuda_ipc", "^cuda", "^cuda_copy"])
-def test_ucx_tls_with_which_no_gpu_memory_is_sent(tls):
-    facts = nvlink_box()
-    facts["process"]["env"]["UCX_TLS"] = facts["fabric"]["ucx"]["tls"] = tls
-    assert "GPU memory is not sent by UCX (no cuda_copy)" in only(examine(facts), "UCX_TLS").value
-    facts["gpus"] = laptop()["gpus"]
-    assert not [one for one in examine(facts).every() if "no cuda_copy" in one.value]
-
-
-@pytest.mark.parametrize("tls", ["all", "tcp,cuda", "^ib", "tcp,cuda_copy,cuda_ipc"])
-def test_other_ucx_tls_are_not(tls):
-    facts = nvlink_box()
-    facts["process"]["env"]["UCX_TLS"] = facts["fabric"]["ucx"]["tls"] = tls
-    made = examine(facts)
-    assert bad(made) == []
-    assert only(made, "variables").value == f"UCX_TLS={tls}"
-
-
 def test_infiniband_that_ucx_cannot_use():
     made = examine(infiniband_node(), infiniband_node(), hosts=["node1", "node2"])
     found = [one for one in made.every() if one.topic == "UCX and InfiniBand"]
@@ -286,14 +246,6 @@ def test_a_laptop_is_fine_without_a_gpu():
     assert not [one for one in made.every() if one.topic in ("driver", "rmm", "NVLink", "cupy")]
 
 
-def test_no_gpu_in_a_job_is_a_warning():
-    facts = laptop()
-    facts["queue"] |= {"system": "SLURM", "job": "7.r0", "request": "srun --gpus-per-task=1"}
-    made = examine(facts)
-    assert made.exit_code == 1
-    assert "srun --gpus-per-task=1" in only(made, "GPUs").advice
-
-
 @pytest.mark.parametrize(
     ("variables", "has"),
     [
@@ -314,15 +266,6 @@ def test_a_job_with_gpus_and_no_driver_in_sight(variables, has):
     assert ("apptainer exec --nv" in found.advice) is bool(has)
     assert ("Request them" in found.advice) is not bool(has)
     assert has in found.value
-
-
-def test_a_driver_that_does_not_answer_is_an_error():
-    facts = nvlink_box() | {"gpus": {"problem": "did not answer within 20 s"}}
-    made = examine(facts)
-    assert made.exit_code == 2
-    found = only(made, "gpus")
-    assert found.value == "did not answer within 20 s"
-    assert "nvidia-smi" in found.advice
 
 
 @pytest.mark.parametrize("group", sorted(nvlink_box()))
@@ -382,7 +325,6 @@ PROCESS = {"pid": 77, "name": "python", "user": "eve", "memory": 3 * GIB}
         (gpu_changed(compute_mode=2), "compute mode", "error", "prohibited"),
         (gpu_changed(clock_limits=0x41), "clocks", "warning", "heat"),
         (gpu_changed(nvlinks=17), "NVLink links", "warning", "slow: GPU 3: 17 of 18 links up"),
-        (gpu_changed(nvlinks=0), "NVLink links", "ok", "GPU 0-2,4-7: 18 up"),
         (gpu_changed(free=10 * GIB), "free memory", "warning", "10.00 GiB of 140.00 GiB"),
         (gpu_changed(processes=[PROCESS]), "other processes", "warning",
          "77 (python of eve, 3.00 GiB, on GPU 3)"),
@@ -476,12 +418,6 @@ def test_the_cuda_of_the_packages_that_are_there_is_kept():
     assert only(made, "rmm").advice.endswith(installing("cuda12"))
 
 
-def test_a_link_whose_width_is_known_in_part():
-    facts = nvlink_box()
-    facts["gpus"]["gpus"][0]["pcie_max_width"] = None
-    assert bad(examine(facts)) == []
-
-
 def test_mpi4py_of_another_mpi_than_the_launcher():
     facts = nvlink_box()
     facts["mpi"]["library"] = "MPICH Version: 4.3"
@@ -492,11 +428,6 @@ def test_mpi4py_of_another_mpi_than_the_launcher():
     assert only(examine(facts), "mpi4py").status == "ok"
 
 
-def test_every_warning_says_what_to_do():
-    with pytest.raises(ValueError, match="has to say what to do"):
-        Reporter("group").warning("topic", "value", "")
-
-
 # Ranks of one node
 
 
@@ -505,13 +436,6 @@ def confined(index: int) -> Facts:
     facts = facts_of([a_gpu(index)])
     facts["fabric"]["hidden_gpus"] = 7
     return facts
-
-
-def test_ranks_that_see_all_gpus_take_one_each():
-    made = examine(*[nvlink_box()] * 8)
-    assert bad(made) == []
-    assert only(made, "GPU of each rank").value == "each sees all and takes its own"
-    assert only(made, "GPUs").value == "8 x NVIDIA H200, 140.00 GiB"
 
 
 def test_ranks_without_a_gpu_of_their_own():
@@ -532,12 +456,6 @@ def test_a_cgroup_between_ranks_keeps_nvlink_from_them():
     assert made.verdict.startswith("slow:")
 
 
-def test_gpus_of_other_jobs_are_a_hint():
-    made = examine(confined(3))
-    assert made.exit_code == 0
-    assert only(made, "confined").value == "7 of this node's GPUs belong to other jobs"
-
-
 def test_what_differs_between_ranks_names_them():
     slow = nvlink_box()
     slow["process"]["env"]["CUDA_LAUNCH_BLOCKING"] = "1"
@@ -545,13 +463,6 @@ def test_what_differs_between_ranks_names_them():
     assert only(made, "CUDA_LAUNCH_BLOCKING").ranks == (6, 7)
     assert only(made, "open files").ranks == ()
     assert "[ranks 6-7]" in made_text(made)
-
-
-def test_merging_ranks():
-    same, other = Finding("g", "t", "ok", "same"), Finding("g", "t", "ok", "other")
-    assert merge_ranks({0: [same], 1: [same]}) == [same]
-    merged = merge_ranks({0: [same], 1: [other], 2: [same]})
-    assert [(one.value, one.ranks) for one in merged] == [("same", (0, 2)), ("other", (1,))]
 
 
 # Nodes of one launch
@@ -578,20 +489,15 @@ def test_differences_between_nodes():
     assert examine(nvlink_box(), nvlink_box(), hosts=["node1", "node2"]).differences == []
 
 
-def test_a_rank_that_does_not_arrive_is_named():
-    launch_ = heard(laptop(), hosts=["node1", "node1"])
-    del launch_.hosts[1]
+def test_ranks_that_do_not_arrive_or_end_early_are_named():
+    launch_ = heard(laptop(), hosts=["node1", "node2", "node1"])
+    del launch_.hosts[2]
     made = command.build(launch_)
     assert made.exit_code == 2
-    found = only(made, "ranks")
-    assert "rank 1 of 2 did not arrive within 60 s (there are 1 on node1)" in found.value
-    assert "--timeout" in found.advice
-
-
-def test_a_rank_that_ends_early_is_named():
-    made = command.build(heard(laptop(), hosts=["node1", "node2"]))
-    assert made.exit_code == 2
-    assert only(made, "ranks").value == "rank 1 on node2 ended, or hung, before reporting"
+    missing, silent = [one for one in made.every() if one.topic == "ranks"]
+    assert missing.value.startswith("rank 2 of 3 did not arrive within 60 s (there are 1 on node1")
+    assert "--timeout" in missing.advice
+    assert silent.value == "rank 1 on node2 ended, or hung, before reporting"
 
 
 def test_the_scheduler_s_port():
@@ -608,47 +514,12 @@ def test_the_scheduler_s_port():
         assert words in found.value
 
 
-@pytest.mark.parametrize("others", [["127.0.0.2"], []])
-def test_a_rank_tries_rank_0_s_other_addresses(others):
-    """Rank 0 listens on 127.0.0.2, and its note names 127.0.0.1 first."""
-
-    async def find() -> Any:
-        async def arrived(report: Facts, channel: Any) -> None:
-            channel.close()
-
-        hub = Listener("nonce", arrived)
-        port = await hub.listen("127.0.0.2", None)
-        info = RendezvousInfo("127.0.0.1", port, "node1", "nonce", {}, others)
-        note = SimpleNamespace(fetch=lambda: info)
-        try:
-            rank = Rank(1, 2, 0, 1, "node2", "srun", "test")
-            _, channel, address, failed = await find_leader(
-                rank, note, 0.2, meeting.unreachable, tls=False
-            )
-            channel.send(rank=1)
-            assert await channel.receive() is None  # `arrived` closed the line
-            channel.close()
-            return failed, address
-        finally:
-            hub.close()
-
-    if others:
-        failed, address = asyncio.run(find())
-        assert address == "127.0.0.2"
-        assert list(failed) == ["127.0.0.1"]
-    else:
-        with pytest.raises(
-            LaunchError, match=r"rank 1 of 2 on node2 cannot reach .* on node1 .*127"
-        ):
-            asyncio.run(find())
-
-
 @pytest.mark.parametrize(
     ("ahead", "status"), [(0.001, "ok"), (30.0, "warning"), (-30.0, "warning"), (7200.0, "error")]
 )
 def test_clocks(ahead, status):
     launch_ = heard(laptop(), laptop(), hosts=["node1", "node2"])
-    launch_.clocks = {1: [(4.0, ahead - 4.0), (0.002, ahead - 0.001)]}
+    launch_.ahead = {1: ahead}
     found = only(command.build(launch_), "clocks")
     assert found.status == status
     assert f"{abs(ahead):.3f} s" in found.value
@@ -661,11 +532,6 @@ def made_text(made: report.Report) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         report.print_text(made)
     return out.getvalue()
-
-
-def squeezed(text: str) -> str:
-    """With two spaces where there are more, as between columns."""
-    return re.sub("   +", "  ", text)
 
 
 class Narrow(io.StringIO):
@@ -701,34 +567,15 @@ def test_text_is_plain_and_ends_with_the_verdict():
     assert "\x1b" not in text
     lines = text.splitlines()
     assert lines[-1] == made.verdict
-    assert all(f"  {one.topic}  {one.value}"[:30] in squeezed(text) for one in made.every())
-    assert not [line for line in lines if line != line.rstrip()]
-    values = [line.index("0.1.0") for line in lines if line.startswith("ok        hpcdask ")]
-    assert values == [line.index("between all") for line in lines if "between all GPUs" in line]
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_lines_are_as_wide_as_the_terminal(monkeypatch, capsys, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    report.print_text(examine(nvlink_box(), laptop(), hosts=["node1", "node2"]))
-    lines = capsys.readouterr().out.splitlines()
-    assert columns - 20 < max(map(len, lines[:-1])) <= columns
+    assert all(one.topic in text for one in made.every())
 
 
 def test_json_has_this_form():
     made = json.loads(report.to_json(examine(nvlink_box(), laptop(), hosts=["node1", "node2"])))
-    assert set(made) == {
-        "verdict",
-        "exit_code",
-        "ranks",
-        "nodes",
-        "between_nodes",
-        "differences",
-    }
-    assert [(one["host"], one["ranks"]) for one in made["nodes"]] == [
-        ("node1", [0]),
-        ("node2", [1]),
-    ]
+    parts = {"verdict", "exit_code", "ranks", "nodes", "between_nodes", "differences"}
+    assert set(made) == parts
+    places = [(one["host"], one["ranks"]) for one in made["nodes"]]
+    assert places == [("node1", [0]), ("node2", [1])]
     findings = [one for each in made["nodes"] for one in each["findings"]] + made["between_nodes"]
     for finding in findings:
         assert set(finding) == {"group", "topic", "status", "value", "advice", "ranks"}
@@ -742,74 +589,57 @@ def test_json_has_this_form():
 # Gathering
 
 
-@pytest.mark.parametrize("timeout", ["nan", "inf", "0", "-1"])
-def test_a_timeout_that_is_none(monkeypatch, timeout):
-    monkeypatch.setattr(command, "Gathering", lambda *_: pytest.fail("it was started"))
-    done = CliRunner().invoke(cli.main, ["doctor", "--timeout", timeout])
-    assert done.exit_code == 2
-    assert "--timeout" in done.output
-
-
-@dataclasses.dataclass
-class Text(Record):
-    text: str
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_group_that_hangs_or_fails_does_not_keep_the_others():
-    def fail() -> Text:
+    def fail() -> str:
         raise OSError("no such thing\nhere")
 
-    others = set(psutil.Process().children())
-    started = clock()
+    others, deadline = set(psutil.Process().children()), stretched(1)
     gathering = Gathering(
         {
-            "good": lambda: Text("a"),
-            "large": lambda: Text("x" * 300_000),
-            "hangs": lambda: time.sleep(600) or Text(""),
+            "good": lambda: "a",
+            "large": lambda: "x" * 300_000,
+            "hangs": lambda: time.sleep(600),
             "fails": fail,
             "dies": lambda: os._exit(3),
             "nothing": lambda: None,
         },
-        {"hangs": 6.0},
+        deadline,
     )
     found = gathering.results()
-    assert clock() - started < 10
     assert not gathering.hangs
     assert set(psutil.Process().children()) == others
-    assert found["good"] == {"text": "a"}
-    assert len(found["large"]["text"]) == 300_000
-    assert found["problems"] == {
-        "hangs": "did not answer within 6 s",
-        "fails": "OSError: no such thing here",
-        "dies": "its process has died",
+    assert found == {
+        "good": "a",
+        "large": "x" * 300_000,
+        "nothing": None,
+        "problems": {
+            "hangs": f"did not answer within {deadline} s",
+            "fails": "OSError: no such thing here",
+            "dies": "its process has died",
+        },
     }
-    assert set(found) == {"good", "large", "problems"}
 
 
 def test_mounts():
     mounts = [
-        "/dev/sda / ext4 rw 0 0",
-        "server:/home /home nfs4 rw 0 0",
-        "/dev/sdb /home/my\\040disk xfs rw 0 0",
-        "tmpfs /homely tmpfs rw 0 0",
+        SimpleNamespace(mountpoint=point, fstype=kind)
+        for point, kind in (
+            *(("/", "ext4"), ("/home", "nfs4"), ("/mnt/mes données", "lustre")),
+            *(("/home/my disk", "xfs"), ("/homely", "tmpfs"), ("/homely", "zfs")),
+        )
     ]
-    assert node.mount_type("/home/me/x", mounts) == "nfs4"
-    assert node.mount_type("/homel", mounts) == "ext4"
-    assert node.mount_type("/home/my disk/x", mounts) == "xfs"
+    for path, kind in {
+        "/home/me/x": "nfs4",
+        "/homel": "ext4",
+        "/home/my disk/x": "xfs",
+        "/mnt/mes données": "lustre",
+        "/homely": "zfs",
+    }.items():
+        assert node.mount_type(path, mounts) == kind
     assert node.is_network("nfs4")
     assert node.is_network("fuse.glusterfs")
     assert not node.is_network("ext4")
-
-
-def test_mounts_with_names_that_are_not_ascii():
-    mounts = [
-        "/dev/sda / ext4 rw 0 0",
-        "server:/x /mnt/données nfs4 rw 0 0",
-        "server:/y /mnt/mes\\040données\\134x lustre rw 0 0",
-    ]
-    assert node.mount_type("/mnt/données/x", mounts) == "nfs4"
-    assert node.mount_type("/mnt/mes données\\x/y", mounts) == "lustre"
 
 
 def test_scratch_is_where_workers_have_it(monkeypatch, tmp_path):
@@ -823,28 +653,6 @@ def test_scratch_is_where_workers_have_it(monkeypatch, tmp_path):
     found = node.read_scratch()
     assert found.path == tempfile.gettempdir() != str(tmp_path / "missing")
     assert found.source == f"TMPDIR={tmp_path / 'missing'} cannot be written"
-
-
-def test_configured_scratch(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("PLACE", "new")
-    with dask.config.set({"temporary-directory": "~/$PLACE"}):
-        found = node.read_scratch()
-        assert found.path == str(tmp_path / "new")
-        assert found.source == "temporary-directory of Dask's configuration"
-        monkeypatch.setenv("DASK_TEMPORARY_DIRECTORY", "~/$PLACE")
-        source = node.read_scratch().source
-        assert source == "temporary-directory of variable DASK_TEMPORARY_DIRECTORY"
-        monkeypatch.delenv("PLACE")
-        with pytest.raises(UsageError, match=r"\$PLACE is not set on "):
-            node.read_scratch()
-    with dask.config.set({"temporary-directory": "/proc"}):
-        found = node.read_scratch()
-        assert found.writable is False
-        (error,) = node.check_scratch(found, None)
-        assert error.advice.endswith("own, there or with --local-directory")
-        (error,) = node.check_scratch(dataclasses.replace(found, source="TMPDIR"), None)
-        assert error.advice.endswith("own, with TMPDIR or with --local-directory")
 
 
 def test_mpi_plugins_of_slurm_s_versions():
@@ -913,63 +721,25 @@ def test_a_slurm_that_does_not_answer(monkeypatch, tmp_path, environ, script, va
     assert environ or examine(facts).exit_code == 0
 
 
-def stand_in_for_nvml(monkeypatch, cards: list[Facts]):
-    """NVML's stand-in of the tests, with the calls that only the doctor makes."""
-    path = Path(__file__).parents[1] / "fakes" / "pynvml.py"
-    spec = importlib.util.spec_from_file_location("pynvml", path)
-    fake = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fake)
-    every = {
-        card["uuid"]: {"bus": f"00000000:{n:02X}:00.0", **card} for n, card in enumerate(cards)
-    }
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setenv("FAKE_NVML", json.dumps(cards))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-    def nvlink_state(card: Facts, link: int) -> int:
-        if link >= card.get("links", 0):
-            raise fake.NVMLError_InvalidArgument("Invalid Argument")
-        return link != 1
-
-    monkeypatch.setattr(fake, "NVML_NVLINK_MAX_LINKS", 36, raising=False)
-    for name, answer in {
-        "nvmlDeviceGetHandleByUUID": lambda uuid: every[uuid],
-        "nvmlDeviceGetIndex": lambda card: [*every].index(card["uuid"]),
-        "nvmlDeviceGetMemoryInfo": lambda card, version=None: fake.SimpleNamespace(
-            total=80 << 30, used=1 << 30, free=79 << 30
-        ),
-        "nvmlDeviceGetComputeMode": lambda card: 0,
-        "nvmlDeviceGetPersistenceMode": lambda card: 1,
-        "nvmlDeviceGetNvLinkState": nvlink_state,
-        "nvmlDeviceGetRemappedRows": lambda card: (0, 0, 1, 0),
-        "nvmlDeviceGetComputeRunningProcesses": lambda card: [
-            fake.SimpleNamespace(pid=2**22 + 7, usedGpuMemory=None)
-        ],
-    }.items():
-        monkeypatch.setattr(fake, name, answer, raising=False)
-    return fake
-
-
-def test_processes_on_a_gpu_are_named_but_not_the_doctor_s_own(monkeypatch):
-    fake = stand_in_for_nvml(monkeypatch, [{"uuid": "GPU-a"}])
-    one = fake.SimpleNamespace(pid=os.getpid(), usedGpuMemory=5)
-    monkeypatch.setattr(fake, "nvmlDeviceGetComputeRunningProcesses", lambda card: [one])
+def test_processes_on_a_gpu_are_named_but_not_the_doctor_s_own(nvml, monkeypatch):
+    nvml([{"uuid": "GPU-a", "now": {"processes": [[os.getpid(), 5]]}}])
     (process,) = GpusFacts.read().gpus[0].processes
     assert (process.pid, process.memory) == (os.getpid(), 5)
     assert process.name == psutil.Process().name()
     assert process.user == psutil.Process().username()
-    monkeypatch.setattr(gpu_facts, "OWN", Path(f"/proc/{os.getpid()}/cmdline").read_bytes())
+    monkeypatch.setattr(gpus, "OWN", psutil.Process().cmdline()[-1])
     assert GpusFacts.read().gpus[0].processes == ()
 
 
-def test_what_nvml_tells(monkeypatch):
-    stand_in_for_nvml(
-        monkeypatch, [{"uuid": "GPU-a", "cores": [0, 1], "links": 4}, {"uuid": "GPU-b"}]
-    )
+def test_what_nvml_tells(nvml, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    now = {"used": GIB, "remapped": [0, 0, 1, 0], "processes": [[2**22 + 7, None]]}
+    first = {"uuid": "GPU-a", "cores": [0, 1], "now": {**now, "links": [1, 0, 1, 1]}}
+    nvml([first, {"uuid": "GPU-b", "now": now}])
     found = GpusFacts.read()
     assert (found.driver, found.cuda) == ("580.65.06", (13, 0))
     first, second = found.gpus
-    assert (first.uuid, first.cores, first.free) == ("GPU-a", (0, 1), 79 << 30)
+    assert (first.uuid, first.cores, first.free) == ("GPU-a", (0, 1), 79 * GIB)
     assert first.retirement_pending
     assert first.pcie_width is None  # the stand-in has no such call
     assert (first.nvlinks, second.nvlinks) == (3, 0)
@@ -979,28 +749,6 @@ def test_what_nvml_tells(monkeypatch):
     assert GpusFacts.from_json(told) == found
     facts = facts_of(told["gpus"]) | {"gpus": told}
     assert sorted(bad(examine(facts))) == ["memory errors", "other processes"]
-
-
-def test_without_a_driver_there_is_nothing_to_tell(monkeypatch):
-    stand_in_for_nvml(monkeypatch, [])
-    monkeypatch.delenv("FAKE_NVML")
-    monkeypatch.setattr(driver, "has_nvidia_driver", lambda: False)
-    assert GpusFacts.read() == GpusFacts(False)
-
-
-def test_the_packages_of_this_environment():
-    found = SoftwareFacts.read()
-    assert found.packages["dask"] == __import__("dask").__version__
-    assert software.cuda_major("cupy-cuda13x") == 13
-    assert software.cuda_major("rmm-cu12") == 12
-    assert software.cuda_major("cupy") is None
-    assert software.family({"cupy": "1", "cupy-cuda12x": "1", "cupyx": "1"}, "cupy") == [
-        "cupy",
-        "cupy-cuda12x",
-    ]
-    versions = {"dask": "2026.7.1"}
-    assert list(software.unfit(["dask==2026.7.1"], versions)) == []
-    assert list(software.unfit(["dask==2026.6.0"], versions)) == ["dask==2026.6.0"]
 
 
 # Who takes part in an all-reduce over NCCL
@@ -1057,27 +805,6 @@ def test_what_the_stack_s_steps_mean(facts, expected):
     assert made.exit_code == {"ok": 0, "warning": 1, "error": 2}[expected[-1][1]]
 
 
-def test_advice_names_packages_of_the_cuda_that_the_node_runs():
-    """Regression: it was CUDA 13's everywhere."""
-    facts = nvlink_box()
-    facts["gpus"]["cuda"] = [12, 8]
-    facts["software"]["packages"] = {"dask": "2026.7.1", "distributed": "2026.7.1"}
-    failed = steps({"step": "rmm", "error": "ImportError", "seconds": 1.0})
-    made = examine(facts | {"stack": failed})
-    assert only(made, "rmm fails").advice.endswith("pip install rmm-cu12")
-    assert only(made, "cupy").advice.endswith(installing("cuda12"))
-    assert "hpcdask[" not in installing("cuda12")
-
-
-def test_every_reason_of_a_slowdown_is_told():
-    """Regression: the first hid the others."""
-    made = one_changed(gpu_changed(clock_limits=0x8 | 0x40))
-    found = [one.value for one in made.every() if one.topic == "clocks"]
-    assert len(found) == 2
-    assert "hardware slowdown" in found[0]
-    assert "heat" in found[1]
-
-
 def test_nodes_of_one_name_are_two():
     """Regression: they were one node, on which two ranks shared the GPUs."""
     launch_ = Launch(Rank(0, 2, 0, 1, "localhost", "srun", "test"), 60)
@@ -1087,7 +814,3 @@ def test_nodes_of_one_name_are_two():
     made = command.build(launch_)
     assert [node.name for node, _ in made.nodes] == ["localhost", "localhost #2"]
     assert only(made, "ranks").value == "2: 1 on localhost, 1 on localhost #2"
-
-
-def test_every_group_of_facts_is_recorded_here():
-    assert set(nvlink_box()) == set(nodes.GROUPS)

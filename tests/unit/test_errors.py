@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-from types import SimpleNamespace
+import copyreg
+import importlib
+import inspect
+import pickle
+import pkgutil
+from typing import Any
 
 import pytest
 
-from hpcdask.errors import DeviceError, QueueError, root_cause
-from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.jobs.watchdog import start_watchdog
-from hpcdask.runner.messages import loss_of
-from hpcdask.runner.protocol import WorkerFailed
+import hpcdask
+from hpcdask.errors import DeviceError, HpcdaskError, root_cause
+
+
+def classes(kind: type[HpcdaskError]) -> list[type[HpcdaskError]]:
+    return [kind, *(one for sub in kind.__subclasses__() for one in classes(sub))]
+
+
+def instance(kind: type[HpcdaskError]) -> HpcdaskError:
+    """Return an error of a class, with whatever its constructor wants."""
+    if not inspect.isfunction(kind.__init__):
+        return kind("what, where, what next")
+    parameters = inspect.signature(kind).parameters.values()
+    given: dict[str, Any] = {
+        one.name: True if one.annotation == "bool" else f"the {one.name}" for one in parameters
+    }
+    return kind(**given)
+
+
+def test_every_error_survives_pickling(monkeypatch: pytest.MonkeyPatch):
+    """Regression: the advice of MissingExtra became a TypeError on its way to the client."""
+    for module in pkgutil.walk_packages(hpcdask.__path__, "hpcdask."):
+        if not module.name.endswith(("__main__", "comm.ucx", "upstream.ucxx")):
+            importlib.import_module(module.name)
+    kinds = classes(HpcdaskError)
+    assert {"MissingExtra", "GangError", "Refused", "JobsFailed"} <= {one.__name__ for one in kinds}
+    for kind in kinds:
+        monkeypatch.delitem(copyreg.dispatch_table, kind, raising=False)  # another package's help
+        error = instance(kind)
+        error.add_note("a note")
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is kind
+        assert (str(again), again.args, vars(again)) == (str(error), error.args, vars(error))
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -31,16 +62,3 @@ def test_an_error_of_ours_is_told_rather_than_what_it_came_from():
     assert root_cause(caused(RuntimeError("Nanny failed"), ours)) == (
         "DeviceError: no room for an RMM pool"
     )
-
-
-def test_where_to_look_if_a_part_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def no_memory(*args: object, **options: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    folder = ClusterFolder.create("c", "local", tmp_path / "base")
-    monkeypatch.setattr(subprocess, "Popen", no_memory)
-    with pytest.raises(QueueError, match=r"watchdog.*Cannot allocate memory\. See .*ulimit -u"):
-        start_watchdog(folder)
-    arrivals = SimpleNamespace(name=lambda index: f"rank {index} on n1")
-    told = loss_of(WorkerFailed(1, "n1-1", "it was killed."), arrivals)
-    assert told.startswith("a worker of rank 1 on n1 did not start: it was killed. See ")

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from distributed import Client, Scheduler, Worker
 
 import hpcdask
-from hpcdask.bench import gpus
-from hpcdask.bootstrap.orders import MessageStream
-from hpcdask.clusters import display
-from hpcdask.clusters.display import JobTable
 from hpcdask.errors import UsageError
 from hpcdask.gpu import monitor as monitoring
 from hpcdask.gpu import samples
 from hpcdask.gpu.monitor import GpuMonitor, monitor_of, usage_lines
-from hpcdask.gpu.reporting import GpuReporter
+from hpcdask.gpu.samples import GpuReporter
 from hpcdask.gpu.table import GpuTable
-from hpcdask.runner import protocol, scheduler_process
-from hpcdask.runner import scheduler as scheduler_main
-from hpcdask.runner.protocol import Events
-from hpcdask.runner.scheduler_process import SchedulerProcess
 from launching import until
 
-FAKES = str(Path(__file__).parents[1] / "fakes")
 LOCAL = {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"}
 GIB = 2**30
 NOW = {
@@ -52,24 +38,13 @@ NODE = [
 
 
 @pytest.fixture
-def nvml(monkeypatch, tmp_path):
-    """Writes what the stand-in tells from now on; here that is two busy GPUs and a slice."""
-    file = tmp_path / "nvml.json"
-    monkeypatch.setenv("FAKE_NVML", str(file))
-    monkeypatch.syspath_prepend(FAKES)
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-
-    def write(gpus: list) -> None:
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(gpus))
-        part.replace(file)
-
-    write(NODE)
+def nvml(nvml, monkeypatch):
+    """NVML's stand-in, which tells of two busy GPUs and a slice at first."""
+    nvml(NODE)
     for module in (samples, monitoring):
         monkeypatch.setattr(module, "INTERVAL_S", 0.1)
     monkeypatch.setattr(monitoring, "READ_DEADLINE_S", 30)  # figures are exact on a busy machine
-    yield write
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    return nvml
 
 
 @asynccontextmanager
@@ -101,12 +76,18 @@ async def sampled(scheduler: Scheduler, count: int) -> GpuMonitor:
 
 def test_from_nvml_to_the_table(nvml):
     async def run() -> None:
-        async with cluster("GPU-a", "GPU-b", "MIG-c", None) as (scheduler, _):
+        async with (
+            cluster("GPU-a", "GPU-b", "MIG-c", None) as (scheduler, _),
+            Client(scheduler.address, asynchronous=True) as client,
+        ):
             monitor = await sampled(scheduler, 3)
             nvml([{**NODE[0], "now": {**NOW, "energy": 9_360_000}}, *NODE[1:]])
             await monitor.refresh()
             table = GpuTable.of(scheduler)
             by = {one.sample.uuid: one for one in table}
+            fetched = await hpcdask.gpus(client)
+            assert isinstance(fetched, GpuTable)
+            assert {one.sample.uuid for one in fetched} == set(by)
             assert by["GPU-a"].worker == "w0"
             assert by["GPU-b"].worker == "w1"
             assert by["GPU-a"].sample.energy_j == 9360
@@ -116,7 +97,6 @@ def test_from_nvml_to_the_table(nvml):
             assert "power cap" in repr(table)
             (mig,) = (line for line in lines if "MIG-c" in line)
             assert mig.count("unknown") >= 6
-            assert "<th style='text-align: left'>utilisation</th>" in table._repr_html_()
             assert "40.00 GiB of" in table.summary()
             assert "utilisation 60 %" in table.summary()
             line, *problems = usage_lines(scheduler)
@@ -160,59 +140,6 @@ def test_two_workers_share_a_gpu_and_one_is_gone(nvml):
     asyncio.run(run())
 
 
-@asynccontextmanager
-async def held_by_the_rank(
-    theirs: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[SchedulerProcess]:
-    """What rank 0 has of the scheduler's process, which is at the other end of a socket here."""
-    process = SimpleNamespace(start=lambda: None)
-    pair = theirs, SimpleNamespace(close=lambda: None)
-    with monkeypatch.context() as patch:
-        patch.setattr(scheduler_process.CONTEXT, "Process", lambda **options: process)
-        patch.setattr(scheduler_process.socket, "socketpair", lambda: pair)
-        held = SchedulerProcess(Events())
-    await held.open()
-    listening = asyncio.create_task(held.listen())
-    yield held
-    listening.cancel()
-
-
-def test_the_rank_hears_what_the_gpus_did(nvml, monkeypatch):
-    monkeypatch.setattr(scheduler_main, "set_log_level", lambda level: None)
-    monkeypatch.setattr(scheduler_process, "USAGE_DEADLINE_S", 60)  # the machine may be busy
-
-    async def run() -> None:
-        ours, theirs = socket.socketpair()
-        async with (
-            cluster("GPU-a") as (scheduler, _),
-            held_by_the_rank(theirs, monkeypatch) as held,
-        ):
-            await sampled(scheduler, 1)
-            channel = await MessageStream.over(ours)
-            obeying = asyncio.create_task(scheduler_main._obey(scheduler, channel))
-            lines = await held.gpu_usage()
-            assert lines[0].startswith("GPUs: 1 x NVIDIA H100, ")
-            channel.send(**protocol.GpuUsageTold([]).to_json())  # what it says at its own end
-            assert await held.gpu_usage() == lines
-            obeying.cancel()
-            channel.close()
-
-    asyncio.run(run())
-
-
-def test_a_scheduler_that_does_not_answer_delays_the_end_for_a_moment_only(monkeypatch):
-    monkeypatch.setattr(scheduler_process, "USAGE_DEADLINE_S", 0.05)
-
-    async def run() -> None:
-        ours, theirs = socket.socketpair()
-        async with held_by_the_rank(theirs, monkeypatch) as held:
-            assert await held.gpu_usage() == []
-            ours.close()
-            await asyncio.wait_for(held._usage_told.wait(), 60)
-
-    asyncio.run(run())
-
-
 def test_a_cluster_without_gpus_has_nothing_of_it():
     async def run() -> None:
         async with (
@@ -225,49 +152,6 @@ def test_a_cluster_without_gpus_has_nothing_of_it():
     asyncio.run(run())
 
 
-def test_gpus_of_a_client(nvml):
-    async def run() -> None:
-        async with (
-            cluster("GPU-a") as (scheduler, _),
-            Client(scheduler.address, asynchronous=True) as client,
-        ):
-            await sampled(scheduler, 1)
-            table = await hpcdask.gpus(client)
-            assert isinstance(table, GpuTable)
-            assert [one.sample.uuid for one in table] == ["GPU-a"]
-
-    asyncio.run(run())
-
-
 def test_gpus_without_a_client():
     with pytest.raises(UsageError, match="connect one first"):
         hpcdask.gpus()
-
-
-def test_the_widget():
-    assert display.html(JobTable(), GpuTable(), None) == ""
-    assert repr(GpuTable()) == "no GPU was sampled"
-    sample = monitoring.GpuSample(
-        "GPU-a", 1.0, "n1", 0, "NVIDIA H100", 80, 20 * GIB, 80 * GIB, power_w=300.0
-    )
-    state = monitoring.GpuState(sample, "w<0>")
-    shown = display.html(JobTable(), GpuTable([state]), None)
-    summary = "1 x NVIDIA H100, memory 20.00 GiB of 80.00 GiB, utilisation 80 %"
-    assert f"<strong>GPUs:</strong> {summary}" in shown
-    assert "w&lt;0&gt;" in shown
-
-
-def test_a_workload_of_the_bench(nvml):
-    async def run() -> None:
-        async with cluster("GPU-a") as (scheduler, _):
-            await sampled(scheduler, 1)
-            await gpus._start(scheduler)
-            nvml([{**NODE[0], "now": {**NOW, "energy": 12_600_000}}])
-            found = json.loads(json.dumps(await gpus._stop(scheduler)))
-            assert found["energy_kwh"] == pytest.approx(0.001)
-            assert found["models"] == {"NVIDIA H100": 1}
-        async with cluster(None) as (scheduler, _):
-            await gpus._start(scheduler)
-            assert await gpus._stop(scheduler) == {}
-
-    asyncio.run(run())

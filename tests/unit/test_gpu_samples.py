@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 from hpcdask.gpu import samples
-from hpcdask.gpu.samples import GpuSample, Sampler
+from hpcdask.gpu.samples import GpuSample, read_sample
 from hpcdask.gpu.usage import GpuUsage, RunUsage, summary
-from launching import wait_for
 
-FAKES = str(Path(__file__).parents[1] / "fakes")
 GIB = 2**30
 BUSY = {
     "utilisation": 80,
@@ -33,20 +29,9 @@ NODE = [
 ]
 
 
-@pytest.fixture
-def nvml(monkeypatch, tmp_path):
-    """Writes what the stand-in tells from now on."""
-    file = tmp_path / "nvml.json"
-    monkeypatch.setenv("FAKE_NVML", str(file))
-    monkeypatch.syspath_prepend(FAKES)
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-    yield lambda gpus: file.write_text(json.dumps(gpus))
-    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
-
-
 def test_what_nvml_tells(nvml):
     nvml(NODE)
-    one = Sampler("GPU-a").read()
+    one = read_sample("GPU-a")
     assert (one.uuid, one.index, one.model) == ("GPU-a", 0, "NVIDIA H100")
     assert one.label == f"{one.host} GPU 0"
     assert (one.utilisation, one.memory_used, one.memory_total) == (80, 20 * GIB, 80 * GIB)
@@ -61,7 +46,7 @@ def test_what_nvml_tells(nvml):
 
 def test_what_is_not_told_is_unknown(nvml):
     nvml(NODE)
-    one = Sampler("MIG-a").read()
+    one = read_sample("MIG-a")
     assert one.label == f"{one.host} GPU MIG-a"
     assert one.memory_used == GIB
     told = (one.index, one.utilisation, one.power_w, one.energy_j, one.held_back, one.nvlink_sent)
@@ -73,24 +58,8 @@ def test_a_gpu_that_nvml_does_not_show(nvml, monkeypatch, uuid):
     nvml(NODE)
     if uuid == "without a driver":
         monkeypatch.delenv("FAKE_NVML")
-    assert Sampler(uuid).read() is None
+    assert read_sample(uuid) is None
     assert samples.sample_of(uuid) == {}
-
-
-def test_one_gpu_for_who_looks_at_a_run(nvml):
-    nvml(NODE)
-    found = samples.sample_of("GPU-a")
-    assert (found["utilisation"], found["memory_used"]) == (80, 20 * GIB)
-
-
-def test_the_thread_reads_until_it_is_stopped(nvml, monkeypatch):
-    monkeypatch.setattr(samples, "INTERVAL_S", 0.01)
-    nvml(NODE)
-    sampler = Sampler("GPU-a")
-    first = sampler.read()
-    sampler.start()
-    wait_for(lambda: sampler.latest and sampler.latest.time > first.time, what="samples")
-    sampler.stop()
 
 
 # Sums over a run
@@ -138,16 +107,6 @@ def test_a_run():
     )
     assert usage.lines() == [text]
     assert RunUsage.from_json(json.loads(json.dumps(usage.to_json()))) == usage
-
-
-def test_sums_are_weighted_by_time():
-    usage = used(sample(0), sample(1, utilisation=100), sample(4, utilisation=20))
-    assert (usage.sampled_s, usage.busy_s) == (4, pytest.approx(1.6))
-
-
-def test_counters_that_begin_anew():
-    usage = used(sample(50), sample(80, energy_j=10.0), sample(90, energy_j=3610.0))
-    assert usage.energy_j == pytest.approx(3600)
 
 
 def test_what_a_slice_does_not_tell():

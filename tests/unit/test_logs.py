@@ -8,7 +8,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import dask
 import pytest
@@ -17,10 +16,8 @@ from click.testing import CliRunner
 from hpcdask.client import scheduler_file
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.logs import ClusterLogs
-from hpcdask.logs import USUAL_FORMAT, numbered, sign_lines, some, spans
-from hpcdask.stacks import log_reading
+from hpcdask.logs import USUAL_FORMAT, sign_lines
 from hpcdask.stacks.command import logs
-from hpcdask.stacks.log_reading import _Door
 
 FIRST = """hpcdask: job 1 on n1: 1 worker on 2 cores, tcp
 2026-11-23 10:00:02,500 - n1 - c-1-0-0 - WARNING - distributed.worker - late
@@ -32,13 +29,6 @@ SECOND = """2026-11-23 10:00:01,000 - n2 - c-2-0-0 - INFO - distributed.worker -
 2026-11-23 10:00:03,000 - n2 - c-2-0-0 - INFO - distributed.worker - between
 hpcdask: error: job 2 on n2: no scheduler
 """
-
-
-def test_many_names_and_numbers_are_short():
-    assert some("abcba") == "a, b, c"
-    assert some("abcdefgh", 2) == "a, b and 6 more"
-    assert spans([3, 0, 1, 2, 8]) == "0-3,8"
-    assert (numbered("rank", [3]), numbered("rank", range(1000))) == ("rank 3", "ranks 0-999")
 
 
 @pytest.fixture
@@ -77,6 +67,23 @@ def test_lines_of_all_jobs_are_in_order(folder: ClusterFolder):
     assert str(line) == "2026-11-23 10:00:03 n2 c-2-0-0 - half a line"
 
 
+def test_a_read_lists_the_logs_once_however_many_jobs_there_are(
+    folder: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+):
+    """Regression: 2,000 jobs took 9 s a read, as the folder was listed for each."""
+    ids = [f"7_{number}" for number in range(300)]
+    folder.new_submission().record(ids)
+    for job_id in ids:
+        folder.log_path(job_id).write_text("one\n")
+    listed, listdir = [], os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listed.append(path) or listdir(path))
+    reader = ClusterLogs(folder)
+    assert len([line for line in reader.read() if line.text == "one"]) == 300
+    assert listed.count(folder.path / "logs") == 1
+    assert set(folder.tails(ids)) == set(ids)
+    assert listed.count(folder.path / "logs") == 2
+
+
 def test_the_command_shows_a_cluster_that_has_ended(folder: ClusterFolder):
     folder.mark_ended()
     base = str(folder.path.parent)
@@ -102,19 +109,6 @@ def test_a_worker_s_lines_say_whose_they_are():
     assert stream.getvalue().partition(" - ")[2] == (
         "n1 - 100%-0 - WARNING - distributed.worker - slow\n"
     )
-
-
-def test_lines_of_a_run_come_once_and_are_not_asked_for_again():
-    first, second, third = ((float(at), "n", "w", "INFO", "text") for at in range(3))
-    door = _Door()
-    assert door.new([first, second], whole=True) == [first, second]
-    assert door.since == 1
-    assert door.new([third], whole=False) == [third]  # its worker did not answer, the nanny did
-    assert door.since == 1
-    late = (1.5, "n", "w", "INFO", "of the worker")
-    assert door.new([second, late, third], whole=True) == [late]
-    assert door.since == 2
-    assert not door.new([third], whole=True)
 
 
 def test_a_run_that_does_not_answer(tmp_path: Path):
@@ -151,14 +145,3 @@ def test_no_line_at_all_is_told(
         folder.log_path(job_id).write_text("")
     done = CliRunner().invoke(logs, ["--folder", str(folder.path.parent), folder.name])
     assert done.output.endswith(f"hpcdask: nothing was {said}\n"), done.output
-
-
-@pytest.mark.parametrize("name", [None, "mine"])
-def test_whose_logs_they_are_is_said_where_nobody_named_them(monkeypatch, capsys, name):
-    reader = SimpleNamespace(of="cluster mine-1", silent=[], read=list, waiting=str)
-    reader.goes_on = lambda: False
-    monkeypatch.setattr(log_reading, "reader_of", lambda *_: reader)
-    logs.callback(None, False, None, name)
-    said = capsys.readouterr().err
-    assert ("hpcdask: the logs of cluster mine-1\n" in said) == (name is None)
-    assert "nothing was logged" in said

@@ -1,4 +1,4 @@
-"""A queueing system that hpcdask has never heard of, from a package of a site's own."""
+"""A queueing system that hpcdask has never heard of: one module, and one line."""
 
 from __future__ import annotations
 
@@ -7,45 +7,39 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: What the package holds, by file.
-PACKAGE = {
-    "toysite-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: toysite\nVersion: 1.0\n",
-    "toysite-1.0.dist-info/entry_points.txt": "[hpcdask.queues]\ntoy = toysite:SYSTEM\n",
-    "toysite/__init__.py": """
-from hpcdask.queues.registry import System
-
-SYSTEM = System("toysite.queue:ToyQueue", "ToyCUDACluster", "TOY_JOB")
-""",
-    "toysite/header.py": """
-import dask.config
-from dask_jobqueue.pbs import PBSJob
-
-pbs = dask.config.get("jobqueue.pbs")
-dask.config.update_defaults({"jobqueue": {"toy": {**pbs, "walltime": "00:07:00"}}})
-
-
-class ToyJob(PBSJob):
-    config_name = "toy"
-""",
-    "toysite/queue.py": """
+#: The two files that bring it: the line, an entry point, and the module.
+FILES = {
+    "toysite-1.0.dist-info/entry_points.txt": "[hpcdask.queues]\ntoy = toysite:TOY\n",
+    "toysite.py": """
 from hpcdask.queues.base import Queue
 from hpcdask.queues.helpers import fold
 from hpcdask.queues.job_state import QueueState
+from hpcdask.queues.registry import System
 
+TOY = System("toysite:ToyQueue", "ToyCUDACluster", "TOY_JOB")
 STATES = {"waits": (QueueState.PENDING, ""), "runs": (QueueState.RUNNING, "")}
 
 
 class ToyQueue(Queue):
     title = "Toy"
-    jobqueue = ("toy", "toysite.header.ToyJob")
+    jobqueue = ("toy", "dask_jobqueue.pbs.PBSJob")
+    keywords = ("colour",)
     programs = ("toysub", "toystat", "toydel")
     canceller = "toydel"
     job_id = '"$TOY_JOB"'
     gpu_example = "#PBS -l toys=1"
 
+    @classmethod
+    def of_cluster(cls, keywords):
+        queue = cls()
+        queue.colour = keywords.pop("colour", "red")
+        return queue
+
+    def with_gpus(self, lines, request):
+        return [*lines, f"#PBS -l toys={request.gpus}"] if request.gpus else lines
+
     def with_directives(self, lines, job, request):
-        gpus = [f"#PBS -l toys={request.gpus}"] if request.gpus else []
-        return [*lines, *gpus, f"#PBS -tag {request.tag}"]
+        return [*lines, f"#PBS -tag {request.tag}", f"#PBS -colour {getattr(self, 'colour', '')}"]
 
     async def submit(self, script, count):
         return [(await self.take(script, r"^toy-\\d+$", "toysub", script))[0]]
@@ -57,10 +51,10 @@ class ToyQueue(Queue):
     async def tagged(self):
         return {}
 """,
-    "program.py": "",
 }
 PROGRAM = """
 import asyncio, inspect, os
+import dask
 
 import hpcdask
 from hpcdask.queues.environment import how_to_request, job_id
@@ -78,11 +72,13 @@ assert "#PBS -l toys=1" in how_to_request(job_id())
 del os.environ["TOY_JOB"]
 
 assert "Toy grants" in inspect.getdoc(hpcdask.ToyCUDACluster)
-assert {"walltime", "device"} <= set(inspect.signature(hpcdask.ToyCUDACluster).parameters)
-with hpcdask.ToyCUDACluster(cores=2, memory="1GiB", shared_temp_directory=".") as cluster:
+assert {"walltime", "device", "colour"} <= set(inspect.signature(hpcdask.ToyCUDACluster).parameters)
+dask.config.set({"jobqueue.toy.walltime": "00:07:00"})
+given = dict(cores=2, memory="1GiB", shared_temp_directory=".")
+with hpcdask.ToyCUDACluster(**given, colour="blue") as cluster:
     script = cluster.job_script()
-assert "#PBS -l toys=1\\n" in script, script
-assert "#PBS -l walltime=00:07:00\\n" in script, script
+for line in ("-l toys=1", "-l walltime=00:07:00", "-colour blue"):
+    assert f"#PBS {line}\\n" in script, script
 assert 'HPCDASK_JOB_ID="$TOY_JOB"' in script, script
 
 from hpcdask.cli import main
@@ -96,18 +92,24 @@ COMMANDS = {
 }
 
 
-def test_an_entry_point_adds_a_queueing_system(tmp_path: Path):
-    for name, text in PACKAGE.items():
+def test_two_files_add_a_queueing_system(tmp_path: Path):
+    for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     for name, text in COMMANDS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o700)
-    path, here = f"{tmp_path}:{os.environ['PATH']}", str(tmp_path)
+    (tmp_path / "program.py").touch()
+    here, path = str(tmp_path), os.environ.get("PYTHONPATH", "")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,
-        env={**os.environ, "PATH": path, "HOME": here, "PYTHONPATH": here},
+        env={
+            **os.environ,
+            "PATH": f"{here}:{os.environ['PATH']}",
+            "HOME": here,
+            "PYTHONPATH": f"{here}:{path}",
+        },
         capture_output=True,
         text=True,
         timeout=600,

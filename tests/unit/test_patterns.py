@@ -7,10 +7,10 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from hpcdask.workloads import WorkloadError
 from hpcdask.workloads import array as patterns
+from hpcdask.workloads import plain_array
 
-each = pytest.mark.parametrize("name", patterns.NAMES)
+each = pytest.mark.parametrize("name", plain_array.NAMES)
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +21,8 @@ def _synchronous():
 
 def by_numpy(name: str, x: np.ndarray) -> np.ndarray:
     match name:
+        case "sum":
+            return (x + 1)[::2, ::2].sum()
         case "mean":
             return x.mean()
         case "std":
@@ -56,6 +58,8 @@ def test_the_checks_pass(name, n):
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
+        ("sum", lambda x: (x[:398] + 1)[::2, ::2].sum()),
+        ("sum", lambda x: x[::2, ::2].sum()),
         ("mean", lambda x: x[:200].sum() / x.size),
         ("std", lambda x: x.var() * 1.1),
         ("transpose", lambda x: (x + x).std()),
@@ -69,40 +73,3 @@ def test_the_checks_find_what_is_wrong(name, wrong):
     x = np.random.default_rng(0).normal(10, 1, (400, 400))
     assert all(check.ok for check in patterns.check(name, by_numpy(name, x), 400))
     assert not all(check.ok for check in patterns.check(name, wrong(x), 400))
-
-
-# --- work -----------------------------------------------------------------------------------------
-
-
-def test_work():
-    assert patterns.work("std", 1000) == {"memory": 16e6, "random": 1e6}
-    assert patterns.work("matmul", 1000, 4) == {
-        "memory": 16e6,
-        "random": 1e6,
-        "matrix_float64": 1.001e9,
-        "link": 8e6,
-    }
-    assert patterns.work("matmul", 1000)["link"] == 0
-    for name in patterns.NAMES:
-        assert set(patterns.work(name, 16)) >= {"memory", "random"}
-
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        (("median", 100), "unknown pattern 'median': mean, std, transpose"),
-        (("mean", 15), "side of 15 is too small: the least is 16, 2048 B"),
-    ],
-)
-def test_errors_come_before_computing(arguments, match):
-    with pytest.raises(WorkloadError, match=match):
-        patterns.build(*arguments)
-
-
-def test_check_and_work_refuse_the_same():
-    for function in (lambda: patterns.check("mean", 1, 3), lambda: patterns.work("mean", 3)):
-        with pytest.raises(WorkloadError, match="too small"):
-            function()

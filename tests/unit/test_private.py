@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import grp
 import json
 import os
-import pwd
 import re
 import stat
 import subprocess
@@ -29,7 +27,7 @@ from hpcdask.security.credentials import (
     save_credentials,
 )
 from launching import wait_for
-from strangers import UID, as_stranger, put_modules, root_only
+from strangers import UID, as_stranger, root_only
 
 FILE = json.dumps({"address": "tcp://127.0.0.1:1"})
 
@@ -90,28 +88,6 @@ def test_what_is_no_scheduler_file_of_ones_own_is_refused_at_once(tmp_path, put,
         scheduler_file.check_writable(str(path))
 
 
-@pytest.mark.parametrize("members", [[], ["eve"]])
-def test_a_group_is_private_with_no_other_member(tmp_path, monkeypatch, members):
-    """Regression: the name alone made it so."""
-    user = pwd.getpwuid(os.geteuid()).pw_name
-    known = grp.struct_group((user, "x", os.getegid(), members))  # stands in for the site's groups
-    monkeypatch.setattr(grp, "getgrgid", lambda number: known)
-    file = tmp_path / "cluster.json"
-    file.write_text("{}")
-    file.chmod(0o660)
-    if members:
-        with pytest.raises(private.NotPrivate):
-            private.read(str(file))
-    else:
-        assert private.read(str(file)) == "{}"
-
-
-def test_a_link_to_ones_own_scheduler_file_is_followed(tmp_path):
-    (tmp_path / "real.json").write_text(FILE)
-    (tmp_path / "link.json").symlink_to("real.json")
-    assert scheduler_file.read(str(tmp_path / "link.json"))["address"] == "tcp://127.0.0.1:1"
-
-
 # --- folders in which everybody may rename --------------------------------------------------------
 
 
@@ -131,7 +107,7 @@ RANK = """
 import os, sys
 from hpcdask import process
 from hpcdask.bootstrap.janitor import Janitor
-janitor = Janitor.start("nobody")
+janitor = Janitor("nobody")
 for path in sys.argv[1:]:
     janitor.remove_at_end(path)
 print(process.owner_text(), flush=True)
@@ -161,15 +137,6 @@ def test_a_janitor_removes_what_its_rank_made_and_nothing_in_its_place(tmp_path)
     wait_for(lambda: not keys.exists(), 30, "its keys to be removed")
     assert (thesis / "chapter" / "one.tex").exists()
     assert (other / "chapter" / "one.tex").exists()
-
-
-def test_a_folder_whose_maker_was_killed_before_it_wrote_its_name_is_removed(tmp_path):
-    """Regression: the janitor left it, and the next one did."""
-    folder = tmp_path / "hpcdask-0-1"
-    folder.mkdir(mode=0o700)
-    (folder / private.OWNER).touch(mode=0o600)
-    private.remove(str(folder), "host space 1 2")
-    assert not folder.exists()
 
 
 def test_a_link_is_removed_and_not_followed(tmp_path):
@@ -281,81 +248,7 @@ def test_configuration_that_others_may_write_is_refused(tmp_path, monkeypatch, w
         check_configuration()
 
 
-WORKER = ["-m", "hpcdask.worker", "--scheduler", "tcp://127.0.0.1:1", "--cluster", "a-b-c"]
-HOST = os.uname().nodename
-CLUSTER = "import hpcdask; hpcdask.LocalCUDAJobCluster(1, device='cpu', cores=1, memory='1GiB')"
-
-
-@pytest.mark.parametrize(
-    ("command", "start", "code"),
-    [
-        (["-m", "hpcdask.run", "--device", "cpu", "program.py"], "hpcdask: error: ", 2),
-        ([*WORKER, "--workers", "1", "--device", "cpu"], f"hpcdask: error: job 7 on {HOST}: ", 2),
-        (["-c", CLUSTER], "hpcdask.errors.UsageError: ", 1),
-    ],
-    ids=["run", "job", "cluster"],
-)
-def test_a_configuration_of_others_is_refused_before_it_is_obeyed(tmp_path, command, start, code):
-    config = tmp_path / "dask"
-    config.mkdir()
-    (config / "x.yaml").write_text(f"distributed:\n  scheduler:\n    preload: [{tmp_path}/own.py]")
-    (config / "x.yaml").chmod(0o666)
-    (tmp_path / "own.py").write_text(f"open('{tmp_path}/owned', 'w')")
-    (tmp_path / "program.py").write_text("print('ran')")
-    done = subprocess.run(
-        [sys.executable, *command],
-        env={**os.environ, "DASK_CONFIG": str(config), "HPCDASK_JOB_ID": "7"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert f"{start}others may write {config}/x.yaml" in done.stderr, done
-    assert done.returncode == code
-    assert not (tmp_path / "owned").exists()
-    assert not done.stdout
-
-
 # --- the current folder ---------------------------------------------------------------------------
-
-
-PROGRAM = """
-from contextlib import nullcontext
-from distributed import Client
-from hpcdask import Runner
-
-def answer():
-    import {beside}
-    return {beside}.ANSWER
-
-with Runner(device="cpu", tls=False) if "{how}" == "runner" else nullcontext():
-    with Client() as client:
-        print(client.submit(answer).result(), flush=True)
-"""
-
-
-@pytest.mark.parametrize("how", ["run", "runner"])
-def test_a_run_takes_nothing_from_the_current_folder_that_is_installed(tmp_path, how):
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    put_modules(here, "distributed", "yaml", "click", "multiprocessing")
-    elsewhere.mkdir()
-    (here / "only_here.py").write_text("ANSWER = 42")
-    (elsewhere / "beside.py").write_text("ANSWER = 42")
-    beside = "beside" if how == "run" else "only_here"
-    program = elsewhere / "program.py"
-    program.write_text(PROGRAM.format(how=how, beside=beside))
-    options = ["-m", "hpcdask.run", "--device", "cpu", "--no-tls"] if how == "run" else []
-    done = subprocess.run(
-        [sys.executable, *options, str(program)],
-        env={**os.environ, "OWNED": str(tmp_path / "owned"), "TMPDIR": "/tmp"},
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.stdout == "42\n", done.stderr
-    assert not (tmp_path / "owned").exists()
-    assert "hpcdask: warning: --no-tls: any user who reaches a port of this run" in done.stderr
 
 
 @pytest.mark.parametrize(("bits", "there"), [(0o755, True), (0o1777, False)])
@@ -372,7 +265,7 @@ def test_a_current_folder_that_is_open_to_all_is_no_place_for_modules(tmp_path, 
 def test_a_module_that_is_run_does_not_bring_a_folder_that_is_open_to_all(tmp_path, bits, first):
     """Such as ``python -m hpcdask.run -m program`` in /tmp."""
     tmp_path.chmod(bits)
-    lines = "from hpcdask.runner.program import Program; Program('yaml', [], True).set_path()"
+    lines = "from hpcdask.runner.options import Program; Program('yaml', [], True).set_path()"
     done = subprocess.run(
         [sys.executable, "-P", "-c", f"{lines}; import sys; print(sys.path)"],
         cwd=tmp_path,

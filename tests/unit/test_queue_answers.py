@@ -365,7 +365,7 @@ SGE_STATES = {
     "hqw": (PENDING, "held"),
     "Rq": (REQUEUED, ""),
     "S": (RUNNING, "suspended"),
-    "Eqw": (FAILED, "error state Eqw, why: qacct -j 4"),
+    "Eqw": (PENDING, "error state Eqw, why: qacct -j 4"),
     "?": (UNKNOWN, "?"),
 }
 
@@ -376,10 +376,11 @@ def test_states_of_grid_engine(letters: str):
     hard = "<hard_request name='h_rt' resource_contribution='0.0'>1800</hard_request>"
     site = Site(queue, {"qstat": sge_job(letters, hard), "qdel": ""})
     state, reason = SGE_STATES[letters]
-    job = QueueStatus("4.2", state, reason, None, 0, START, START + 1800, "n1")
+    stuck = letters == "Eqw"
+    job = QueueStatus("4.2", state, reason, None, 0, START, START + 1800, "n1", stuck)
     assert do(queue.query(["4.2", "4.3"])) == {"4.2": job}
-    assert site.ran[0] == "qstat -u ann -xml -r -g d"
-    assert site.ran[1:] == (["qdel 4.2"] if state is FAILED else [])
+    assert site.ran == ["qstat -u ann -xml -r -g d"], "a query changes nothing"
+    assert (queue.lasting(reason) == "End it: qdel JOB") is stuck
 
 
 ACCOUNTS = """\
@@ -422,11 +423,6 @@ def test_pending_elements_of_grid_engine_may_come_as_ranges():
     text = sge_job("qw").replace("<tasks>2<", "<tasks>1,3-7:2<")
     seen = ask(SgeQueue(), {"qstat": text}, *(f"4.{task}" for task in range(1, 9)))
     assert list(seen) == ["4.1", "4.3", "4.5", "4.7"]
-
-
-def test_broken_xml_of_grid_engine():
-    with pytest.raises(QueueError, match="XML"):
-        ask(SgeQueue(), {"qstat": "<job_info>"}, "4")
 
 
 # LSF 10.1: bjobs(1) -o and -json, bsub(1), bkill(1), lsb.params(5) MAX_JOB_ARRAY_SIZE
@@ -578,13 +574,15 @@ def test_tags_of_oar():
     assert site.ran == ["oarstat -f -J -u ann"]
 
 
-def test_oars_own_copy_of_a_job_is_cancelled():
+def test_oars_own_copy_of_a_job_is_told_of():
+    """Regression: a query cancelled it, also one of `hpcdask list --jobs`."""
     told = "[NodeChangeState] Resubmiting job 41 => 57) (due to event PING_CHECKER_NODE_SUSPECTED"
     events = [{"type": "RESUBMIT_JOB_AUTOMATICALLY", "job_id": 41, "description": told}]
     queue = OarQueue()
-    site = Site(queue, {"oarstat": oar_job("Error", events=events), "oardel": ""})
-    assert do(queue.query(["41"]))["41"].state is FAILED
-    assert site.ran == ["oarstat -f -J -j 41", "oardel 57"]
+    site = Site(queue, {"oarstat": oar_job("Error", events=events)})
+    seen = do(queue.query(["41"]))["41"]
+    assert (seen.state, seen.copies) == (FAILED, ("57",))
+    assert site.ran == ["oarstat -f -J -j 41"]
 
 
 # HTCondor 24: condor_q(1) and condor_history(1) -json, job ClassAd attributes, hold reason codes

@@ -178,27 +178,6 @@ def test_too_little_is_said_so_mpi_must_be_asked(environ):
     assert detect(environ) is None
 
 
-@pytest.mark.parametrize(
-    ("counts", "node", "local_size"),
-    [
-        ("1", 0, 1),
-        ("4", 0, 4),
-        ("2(x3),1", 0, 2),
-        ("2(x3),1", 2, 2),
-        ("2(x3),1", 3, 1),
-        ("2,1", 1, 1),
-        ("3,2(x2),16", 3, 16),
-        ("2,1", 2, None),
-        ("", 0, None),
-        ("2(x", 0, None),
-    ],
-)
-def test_tasks_per_node(counts, node, local_size):
-    environ = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)}
-    rank = detect(environ)
-    assert (rank and rank.local_size) == local_size
-
-
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=30), st.data())
 def test_tasks_per_node_as_slurm_shortens_them(counts, data):
     groups: list[list[int]] = []
@@ -250,13 +229,6 @@ def test_ranks_of_a_launch_share_its_id(environ):
 )
 def test_launches_have_different_ids(environ, change):
     assert launch_id(environ) != launch_id({**environ, **change})
-
-
-def test_jobs_of_an_array_have_different_ids():
-    """In each, SLURM_JOB_ID is its own."""
-    one = {**SRUN, "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "0"}
-    two = {**one, "SLURM_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
-    assert launch_id(one) != launch_id(two)
 
 
 @pytest.mark.parametrize(

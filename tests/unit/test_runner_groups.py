@@ -15,11 +15,10 @@ from hpcdask.comm.ucx_config import UcxInstall
 from hpcdask.errors import DeviceError, HpcdaskError, UsageError
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node.placement import Inventory
-from hpcdask.runner import messages, plan
-from hpcdask.runner.launch import check_request
+from hpcdask.runner import plan
+from hpcdask.runner.agent import check_request
 from hpcdask.runner.options import RunRequest
-from hpcdask.runner.plan import Plan, make_plan, place_workers
-from hpcdask.runner.protocol import SchedulerStarted
+from hpcdask.runner.plan import make_plan
 from hpcdask.spec.kinds import kinds
 from hpcdask.spec.specs import RunSpec
 
@@ -42,7 +41,8 @@ def views(*seen: tuple[str, list[int]], cores: int = 12) -> dict[int, Inventory]
 def placed(seen: dict[int, Inventory], groups: str, **more) -> list[str]:
     """By rank, the number of each worker's GPU, or its threads on the CPU."""
     rank = more.pop("rank", FIRST)
-    found = place_workers(RunSpec(groups=groups, **more), rank, seen, job="7.r0")
+    links = dict.fromkeys(seen, Fabric())
+    found = make_plan(RunSpec(groups=groups, **more), rank, seen, links, job="7.r0").placements
     words = [
         " ".join(one.gpu.uuid[-1] if one.gpu else f"{one.nthreads} threads" for one in group)
         for _, group in sorted(found.items())
@@ -95,18 +95,13 @@ def test_each_node_has_the_same_groups():
     assert placed(seen, "gpu:1 cpu:1") == ["0", "0", "11 threads", "11 threads"]
 
 
-def test_gpus_that_the_launcher_gave_each_rank():
-    seen = views(("n1", [1]), ("n1", [0]), ("n1", []))
-    assert placed(seen, "gpu:2 cpu:1") == ["1", "0", "10 threads"]
-
-
 def test_started_by_hand_numbers_are_of_workers():
     alone = Rank(0, 1, 0, 1, "n1", "none", "launch")
     seen = views(("n1", [0, 1]))
     assert placed(seen, "gpu:2 cpu:1", rank=alone) == ["0 1 10 threads"]
     assert placed(seen, "cpu:1 gpu:1", rank=alone) == ["11 threads 0"]
     assert placed(views(("n1", [])), "cpu:1", rank=alone) == ["12 threads"]
-    with pytest.raises(DeviceError, match="wants 3 GPUs on n1, whose ranks see 2"):
+    with pytest.raises(DeviceError, match="n1 has 3 workers for GPUs but only 2 distinct"):
         placed(seen, "gpu:3", rank=alone)
     assert placed(seen, "gpu:3", rank=alone, oversubscribe=True) == ["0 1 0"]
 
@@ -116,7 +111,7 @@ def test_auto_is_what_each_rank_sees():
     assert placed(seen, "auto") == ["0", "1", "6 threads", "6 threads"]
     with pytest.raises(DeviceError, match="none of the ranks sees a GPU"):
         placed(views(("n1", []), ("n1", [])), "auto")
-    with pytest.raises(DeviceError, match="3 ranks but only 2 distinct GPUs"):
+    with pytest.raises(DeviceError, match="3 workers for GPUs but only 2 distinct GPUs"):
         placed(views(*[("n1", [0, 1])] * 3), "auto")
     with pytest.raises(DeviceError, match="rank 2 does not see a GPU on n2"):
         placed(seen, "")  # without the option, a mix is no fallback to the CPU
@@ -127,7 +122,11 @@ def test_auto_is_what_each_rank_sees():
     [
         ([("n1", [0, 1])] * 3, "gpu:2 cpu:2", "is for 4 ranks .* n1 has 3 .2 GPUs, 12 cores.*: st"),
         ([("n1", [0])] * 2 + [("n2", [0])], "gpu:1 cpu:1", "n2 has 1 .1 GPU, 12 cores.*: start 2"),
-        ([("n1", [0, 1])] * 4, "gpu:3 cpu:1", "wants 3 GPUs on n1, whose ranks see 2: change"),
+        (
+            [("n1", [0, 1])] * 4,
+            "gpu:3 cpu:1",
+            "n1 has 3 workers .* only 2 distinct GPUs: start",
+        ),
         ([("n1", [])] * 2, "gpu:1 cpu:1", "wants 1 GPU on n1, and rank 0 sees none. This job"),
         ([("n1", [0]), ("n1", [])], "gpu:2", "wants 2 GPUs on n1, and rank 1 sees none"),
     ],
@@ -137,7 +136,7 @@ def test_what_does_not_fit_is_told_by_node(seen, groups, expected):
         placed(views(*seen), groups)
 
 
-def test_workers_on_the_cpu_take_tcp_beside_ucx(monkeypatch, capfd):
+def test_workers_on_the_cpu_take_tcp_beside_ucx(monkeypatch):
     """Among each other, those on GPUs have what they would have without groups."""
     gpus = ("GPU-n1-0", "GPU-n1-1")
     fabric = Fabric(gpus=gpus, nvlink=(gpus,), ucx=UcxInstall(distributed_ucxx="1"))
@@ -146,27 +145,20 @@ def test_workers_on_the_cpu_take_tcp_beside_ucx(monkeypatch, capfd):
     )
     real, chosen = Choice, []
     seen = views(*[("n1", [0, 1])] * 3)
-    made = make_plan(RunSpec(groups="gpu:2 cpu:1"), FIRST, seen, dict.fromkeys(seen, fabric))
+    made = make_plan(
+        RunSpec(groups="gpu:2 cpu:1"), FIRST, seen, dict.fromkeys(seen, fabric), job=None
+    )
     assert [one.protocol for group in made.placements.values() for one in group] == [
         *("ucx", "ucx", "tcp")
     ]
     assert [len(node.gpus) for node in chosen[0]] == [1, 1]
-    started = SchedulerStarted("tls://n1:1", "0.0.0.0", 8787)
-    messages.tell_ready(RunSpec(), made, 1, 3, started)
-    assert "3 workers on 1 node (2 x H100, 1 x CPU), ucx between workers" in capfd.readouterr().err
+    line = made.describe(RunSpec(), 3)
+    assert line.startswith("3 workers on 1 node (2 x H100, 1 x CPU), ucx between workers")
     few = {index: seen[index] for index in (0, 1)}
-    made = make_plan(RunSpec(groups="gpu:1 cpu:1"), FIRST, few, dict.fromkeys(few, fabric))
+    made = make_plan(
+        RunSpec(groups="gpu:1 cpu:1"), FIRST, few, dict.fromkeys(few, fabric), job=None
+    )
     assert made.choice.reason == "only one worker has a GPU"
-
-
-def test_a_fall_back_to_the_cpu_is_told(capfd):
-    seen = views(("n1", [0]), ("n2", []), ("n3", []))
-    made = Plan({0: [], 1: [], 2: []}, Choice("tcp", ""), {})
-    messages.tell_cpu(RunSpec(groups="auto"), seen, made)
-    told = "2 ranks without a GPU on n2, n3, so on the CPU (--groups auto)"
-    assert told in capfd.readouterr().err
-    messages.tell_cpu(RunSpec(groups="cpu:3"), views(("n1", [])), made)
-    assert not capfd.readouterr().err
 
 
 def test_the_device_is_said_once():
@@ -183,7 +175,7 @@ def test_submit_says_where_groups_go(tmp_path):
         done = CliRunner().invoke(main, [*dry, *words, str(script)])
         return done.output + str(done.exception or "")
 
-    assert "--groups 'gpu:4 cpu:2'" in submit("--groups", "gpu:4 cpu:2")
+    assert '--run "--groups …"' in submit("--groups", "gpu:4 cpu:2")
     refused = submit("--run", "--groups 'gpu:4 cpu:2'")
     assert "is for 6 ranks per node, and hpcdask submit starts 4" in refused
     assert "--ntasks-per-node=6" in refused

@@ -12,18 +12,16 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
-from distributed import Client, Scheduler, Worker
+from distributed import Security
 from distributed.comm import connect
 from distributed.core import Server
 
 from hpcdask.errors import SchedulerFileError
 from hpcdask.security import private
 from hpcdask.security.credentials import (
-    FILES,
     Credentials,
     client_only,
     create_credentials,
-    is_key_folder,
     load_credentials,
     save_credentials,
     to_security,
@@ -59,7 +57,8 @@ def contact(server_has, client_has, client_role: str = "client", server_role: st
         if isinstance(client_has, ssl.SSLContext):
             arguments = {"ssl_context": client_has, "require_encryption": True}
         else:
-            arguments = to_security(client_has).get_connection_args(client_role)
+            far = Security(require_encryption=True, **client_has)  # as from another host
+            arguments = far.get_connection_args(client_role)
         try:
             comm = await connect(server.address, timeout=3, **arguments)
             await comm.write({"op": "ping", "reply": True})
@@ -120,26 +119,6 @@ def test_a_client_s_key_does_for_no_server(credentials):
         contact(as_scheduler, credentials)
 
 
-def test_a_whole_cluster(credentials, tmp_path):
-    """Scheduler and worker with keys in memory, the client with files."""
-    folder = tmp_path / "keys"
-    save_credentials(client_only(credentials), str(folder))
-    own = to_security(credentials)
-    files = to_security(load_credentials(str(folder)))
-
-    async def compute() -> int:
-        async with (
-            Scheduler(
-                protocol="tls", host="127.0.0.1", port=0, dashboard=False, security=own
-            ) as scheduler,
-            Worker(scheduler.address, security=own, nthreads=1, local_directory=str(tmp_path)),
-            Client(scheduler.address, security=files, asynchronous=True) as client,
-        ):
-            return await client.submit(sum, [1, 2])
-
-    assert asyncio.run(compute()) == 3
-
-
 # --- what is in them ------------------------------------------------------------------------------
 
 
@@ -172,11 +151,6 @@ def test_every_cluster_and_role_has_keys_of_its_own(credentials, others):
     assert len(set(keys)) == 6
 
 
-def test_no_credentials_mean_plain_tcp():
-    assert not to_security({}).require_encryption
-    assert not to_security(None).require_encryption
-
-
 # --- where they lie -------------------------------------------------------------------------------
 
 
@@ -185,57 +159,23 @@ def mode(path: Path) -> int:
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_modes(credentials, tmp_path, umask):
-    folder = tmp_path / "keys"
+def test_a_key_file_is_for_its_user_alone_and_is_loaded(credentials, tmp_path, umask):
+    file = tmp_path / "keys"
     before = os.umask(umask)
     try:
-        save_credentials(credentials, str(folder))
+        save_credentials(credentials, str(file))
     finally:
         os.umask(before)
-    assert mode(folder) == 0o700
-    files = list(folder.iterdir())
-    assert len(files) == 7
-    assert all(mode(file) == 0o600 for file in files)
+    assert os.listdir(tmp_path) == ["keys"]
+    assert mode(file) == 0o600
+    assert load_credentials(str(file)) == credentials
 
 
-def test_files_are_loaded(credentials, tmp_path):
-    save_credentials(credentials, str(tmp_path / "keys"))
-    loaded = load_credentials(str(tmp_path / "keys"))
-    assert loaded == credentials
-
-
-def test_a_folder_that_is_gone(tmp_path):
-    with pytest.raises(SchedulerFileError, match=r"gone.*shared?"):
+@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"tls_ca_file": "x"}'])
+def test_a_file_without_keys(tmp_path, text):
+    private.write_private(str(tmp_path / "keys"), text)
+    with pytest.raises(SchedulerFileError, match="holds no keys"):
         load_credentials(str(tmp_path / "keys"))
-
-
-@pytest.mark.parametrize("bits", [0o750, 0o705, 0o770, 0o710, 0o777])
-def test_a_folder_that_is_open_to_others(credentials, tmp_path, bits):
-    folder = tmp_path / "keys"
-    save_credentials(credentials, str(folder))
-    folder.chmod(bits)
-    with pytest.raises(SchedulerFileError, match="0700"):
-        load_credentials(str(folder))
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a folder to another user")
-def test_a_folder_of_another_user(credentials, tmp_path):
-    folder = tmp_path / "keys"
-    save_credentials(credentials, str(folder))
-    os.chown(folder, 65534, 65534)
-    with pytest.raises(SchedulerFileError, match="somebody else"):
-        load_credentials(str(folder))
-
-
-def test_a_folder_in_which_a_key_was_being_written_can_be_taken_over(credentials, tmp_path):
-    """Its rank and janitor had died with their node, and no run took the file again."""
-    folder = tmp_path / "keys"
-    save_credentials(credentials, str(folder))
-    (folder / "client.key.pem").rename(folder / "client.key.pem.0123456789ab")
-    save_credentials(credentials, str(folder))
-    assert set(os.listdir(folder)) == set(FILES)
-    (folder / "mine.0123456789ab").touch()
-    assert not is_key_folder(str(folder))
 
 
 def test_a_private_file_replaces_what_is_there_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from distributed import Security
 
-from hpcdask.security import tls
 from hpcdask.security.credentials import create_credentials, to_security
-from hpcdask.security.tls import ClusterSecurity
+from hpcdask.security.nearby import NearbySecurity
+from hpcdask.upstream import tls
 from launching import wait_for
 
 
@@ -75,35 +75,9 @@ def test_a_peer_that_is_gone_ends_no_other_connection(connect: Any, act: str):
     assert finds_nothing(healthy)
 
 
-@pytest.mark.parametrize("method", ["read", "send", "do_handshake"])
-def test_only_a_system_s_error_is_taken_out_of_openssl_s_list(connect: Any, monkeypatch, method):
-    """Whatever this machine's Python leaves there."""
-    emptied: list[None] = []
-    made = tls._spare_context
-    monkeypatch.setattr(tls, "_spare_context", lambda: emptied.append(None) or made())
-    end, _ = connect()
-    assert finds_nothing(end)
-    assert not emptied
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr(ssl.SSLSocket, method, fail)
-    arguments = {"read": [1], "send": [b"x"], "do_handshake": []}[method]
-    with pytest.raises(BrokenPipeError):
-        getattr(end, method)(*arguments)
-    assert len(emptied) == 1
-
-
 def test_credentials_of_one_s_own_are_kept_and_travel():
     own = Security.temporary(tls_ciphers="ECDHE+AESGCM")
-    made = pickle.loads(pickle.dumps(ClusterSecurity.of(own)))
+    made = pickle.loads(pickle.dumps(NearbySecurity.of(own)))
     assert all(getattr(made, name) == getattr(own, name) for name in Security.__slots__)
     for arguments in (made.get_listen_args("worker"), made.get_connection_args("client")):
         assert issubclass(arguments["ssl_context"].sslsocket_class, tls.Socket)
-
-
-def test_without_credentials_there_is_no_tls():
-    access = to_security(None)
-    assert not access.require_encryption
-    assert access.get_listen_args("worker")["ssl_context"] is None

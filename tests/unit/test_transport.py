@@ -8,14 +8,8 @@ import itertools
 import pytest
 
 from hpcdask.comm.fabric import Fabric, Interface, Port
-from hpcdask.comm.transport import (
-    NodeLinks,
-    check_interface,
-    choose,
-    choose_alone,
-    choose_interface,
-)
-from hpcdask.comm.ucx_config import PREFER_SYSTEM, UcxInstall, ucx_environment
+from hpcdask.comm.transport import NodeLinks, choose, choose_interface
+from hpcdask.comm.ucx_config import PREFER_SYSTEM, UcxInstall
 from hpcdask.errors import MissingExtra, UsageError, installing
 from hpcdask.gpu.devices import Gpu
 from hpcdask.gpu.driver import cuda_extra
@@ -28,7 +22,6 @@ MISSING = UcxInstall(problem='distributed-ucxx is not installed: pip install "hp
 BROKEN = UcxInstall("0.52.0", problem="the UCX in /opt/ucx is 1.15, and ucxx needs 1.19.0 or newer")
 ETH = Interface("eno1", "10.0.0.1", "ethernet", 25_000)
 HSN = (Interface("hsn0", "10.2.0.1", "slingshot", 200_000),)
-IB0 = Interface("ib0", "10.1.0.1", "infiniband", 400_000)
 IB = Port("mlx5_0:1", "InfiniBand", "ACTIVE", 400_000, True)
 ROCE = dataclasses.replace(IB, link_layer="Ethernet")
 DOWN = dataclasses.replace(IB, state="DOWN")
@@ -139,7 +132,7 @@ RC = tls("rc,tcp", SYSTEM)
         (AUTO, nodes(ports=[SHUT], ucx=SYSTEM), "node", "no usable InfiniBand", []),
         (AUTO, nodes(ports=[ROCE], ucx=SYSTEM), "node", "no usable InfiniBand", []),
         (AUTO, nodes(ports=[IB]), "node", "UCX on n0, n1 cannot use", [f"{PREFER_SYSTEM}=true"]),
-        (AUTO, nodes(net=HSN), "node", "Slingshot, which tcp can use (--interface hsn0)", []),
+        (AUTO, nodes(net=HSN), "node", "tcp can use Slingshot (--interface hsn0)", []),
         (AUTO, [*nodes(1, ports=[IB], ucx=SYSTEM), *seats("b", ucx=SYSTEM)], "node", "on b", []),
         (
             AUTO,
@@ -182,7 +175,8 @@ RC = tls("rc,tcp", SYSTEM)
 )
 def test_choice(spec, found, expected, reason, warnings):
     """`expected` is tcp, ucx for all workers, or ucx inside of a node."""
-    choice = choose(spec, found) if isinstance(found, list) else choose_alone(spec, found)
+    alone = not isinstance(found, list)
+    choice = choose(spec, [found] if alone else found, alone=alone)
     protocol, reach = ("ucx", "node") if expected == "node" else (expected, "all")
     assert (choice.protocol, choice.reach) == (protocol, reach)
     assert reason in choice.reason
@@ -205,8 +199,9 @@ def test_choice(spec, found, expected, reason, warnings):
 )
 def test_what_cannot_work_is_refused(options, found, text):
     spec = WorkerSpec(**{"protocol": "ucx", **options})
+    seats = found if isinstance(found, list) else [found]
     with pytest.raises(UsageError) as error:
-        choose(spec, found) if isinstance(found, list) else choose_alone(spec, found)
+        choose(spec, seats, alone=seats is not found)
     assert text in str(error.value)
 
 
@@ -216,21 +211,6 @@ def test_a_node_without_the_package_is_named():
         choose(UCX, found)
     assert "--protocol ucx on b needs distributed_ucxx" in str(error.value)
     assert installing(cuda_extra()) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, {}),
-        ({"enable_nvlink": True}, {}),
-        ({"enable_nvlink": False}, {"UCX_TLS": "^cuda_ipc"}),
-        ({"port_range": "20000-20999"}, {"UCX_TCP_PORT_RANGE": "20000-20999"}),
-    ],
-)
-def test_ucx_environment(options, expected):
-    spec = WorkerSpec(**options)
-    assert ucx_environment(spec, {}) == expected
-    assert ucx_environment(spec, dict.fromkeys(expected, "the user's")) == {}
 
 
 # Interfaces
@@ -266,21 +246,3 @@ def test_no_interface_in_common():
     with pytest.raises(UsageError) as error:
         choose_interface(WorkerSpec(interface="auto"), found)
     assert "a: ib0 (infiniband); b: eth0 (ethernet), tun0 (other); c: none" in str(error.value)
-
-
-def test_interface_by_name_or_not_at_all():
-    assert choose_interface(WorkerSpec(interface="lo"), [net("a"), net("b")]) == {
-        "a": "lo",
-        "b": "lo",
-    }
-    assert choose_interface(WorkerSpec(), [net("a", ("eth0", 1))]) == {}
-
-
-def test_check_interface():
-    have = [Interface("lo", "127.0.0.1", "other", 0), ETH]
-    check_interface("lo", have, "a")
-    with pytest.raises(UsageError) as error:
-        check_interface("ib7", have, "a")
-    assert str(error.value) == (
-        "--interface: a has no interface ib7 with an IPv4 address. It has: eno1, lo"
-    )

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 from launching import needs
 
 pytestmark = needs("distributed_ucxx")
@@ -60,32 +58,6 @@ def test_a_fork_has_them_and_ucx_starts_there():
     )
 
 
-def test_ucx_waits_at_no_function():
-    run(
-        """
-        import libucx
-        waited = []
-        libucx.load_library = lambda: waited.append(os.environ[ucx_config.GRACE])
-        ucx_config.install()
-        assert waited == ["0"]
-        """
-    )
-
-
-@pytest.mark.parametrize(
-    ("variables", "configured", "installed"),
-    [
-        ({}, {"MALLOC_ARENA_MAX": "2"}, True),
-        ({"UCX_TLS": "tcp"}, {"UCX_TLS": "tcp"}, True),
-        ({}, {"UCX_LOG_LEVEL": "info"}, False),  # UCX would read it too late
-        ({"UCX_LOG_LEVEL": "warn"}, {"UCX_LOG_LEVEL": "info"}, False),
-        ({"UCX_LOG_FILE": "/dev/null"}, {}, False),  # of each process, not of its template
-    ],
-)
-def test_what_is_for_each_process(variables, configured, installed):
-    run(f"ucx_config.install({configured!r}); assert loaded() == {installed}", **variables)
-
-
 def test_none_where_another_thread_may_be_in_a_function():
     run(
         """
@@ -95,35 +67,4 @@ def test_none_where_another_thread_may_be_in_a_function():
         assert not loaded() and code() == plain
         stop.set()
         """
-    )
-
-
-@pytest.mark.parametrize("lacks", ["the package", "its library", "what it is asked"])
-def test_none_where_ucx_is_not_there(lacks):
-    run(
-        f"""
-        match {lacks!r}:
-            case "the package":
-                sys.modules["libucx"] = None
-            case "its library":
-                def fail(*_):
-                    raise OSError("libucs.so: cannot open shared object file")
-                ucx_config.ctypes.CDLL = fail
-            case "what it is asked":
-                ucx_config.ctypes.CDLL = lambda name, *mode: object()
-        ucx_config.install()
-        assert code() == plain and ucx_config.GRACE not in os.environ
-        """
-    )
-
-
-def test_what_the_user_chose_stays():
-    run(
-        """
-        ucx_config.install()
-        assert loaded() and code() == plain  # as asked
-        assert os.environ[ucx_config.GRACE] == "1ms"
-        """,
-        UCX_MEM_BISTRO_GRACE_DURATION="1ms",
-        UCX_MEM_EVENTS="n",
     )

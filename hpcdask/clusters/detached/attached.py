@@ -6,71 +6,72 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Self, cast
+from collections.abc import Awaitable, Coroutine, Generator
+from typing import Any, Self
 
+import dask.config
 from distributed import Security
-from distributed.core import Status, rpc
+from distributed.core import Status as State
+from distributed.core import rpc
 from distributed.deploy.cluster import Cluster
 from distributed.objects import SchedulerInfo
 from tornado.ioloop import IOLoop
 
 from hpcdask.client.defaults import prompt_clients, suiting_devices
-from hpcdask.clusters.cluster import JobCluster
+from hpcdask.clusters.cluster import JobCluster, wait_unless
 from hpcdask.clusters.display import JobTable, age, html, text
 from hpcdask.clusters.keywords import seconds
-from hpcdask.clusters.scaling import wait_unless
-from hpcdask.errors import HpcdaskError, NoAnswer, UsageError
+from hpcdask.errors import HpcdaskError, NoAnswer, UsageError, root_cause
 from hpcdask.gpu.table import GpuTable
 from hpcdask.jobs import detached
-from hpcdask.jobs.detached import ControlRecord
+from hpcdask.jobs.detached import ENDED, ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.logs import say
-from hpcdask.security.credentials import load_credentials, to_security
+from hpcdask.logs import complain, say
 from hpcdask.upstream import distributed as upstream
 
-from .adapting import Adapting
-from .process import (
-    QUEUE_PAUSE_S,
-    RECORD_PAUSE_S,
-    await_running,
-    end,
-    ended,
-    launch,
-    make_folder,
-    unless_ended,
-)
+from .process import await_running, end, ended, security_of, start
+from .protocol import ANSWER_S, Status, ask
 from .request import Making, read_request
-from .service import LOOK_TIMEOUT_S, Look, call
 
-#: Seconds between two looks at a detached cluster.
+#: Seconds between two requests for a detached cluster's status.
 LOOK_PAUSE_S = 1.0
-#: So many times as long as a look takes is the pause after it, for clusters of many workers.
+#: The pause is so many times as long as a request takes, for clusters of many workers.
 LOOK_SHARE = 20
-#: Seconds that a scheduler's job has to start before one no longer waits for it.
+#: Seconds that a scheduler's job has to start before an error says why it waits.
 START_TIMEOUT_S = 600.0
+#: Requests under way in event loops, which hold tasks weakly.
+_requests: set[asyncio.Future[Any]] = set()
 
-_NOTHING = Look((), None, [], 0, set(), {"workers": {}}, "", "")
 
+class Adapting:
+    """Adaptive scaling of an attached cluster, which ``adapt`` returns.
 
-def _asked(name: str, shown: Callable[[Any], Any] = lambda answer: answer) -> Any:
-    """A method of `JobCluster` that the cluster's process carries out."""
+    In an event loop ``adapt`` returns at once, as distributed's does, and the object can be
+    awaited: JupyterLab's Dask extension does not wait, and reads the bounds.
+    """
 
-    async def ask(self: AttachedCluster, *args: Any, **keywords: Any) -> Any:
-        return shown(await self._ask(name, *args, **keywords))
+    def __init__(self, cluster: AttachedCluster, bounds: dict[str, Any]) -> None:
+        self.minimum, self.maximum = bounds.get("minimum"), bounds.get("maximum")
+        self._cluster = cluster
+        self._request = cluster._request("adapt", bounds)
 
-    @functools.wraps(getattr(JobCluster, name))
-    def method(self: AttachedCluster, *args: Any, **keywords: Any) -> Any:
-        return self.sync(ask, self, *args, **keywords)
+    async def _settled(self) -> Self:
+        await self._request
+        return self
 
-    return method
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._settled().__await__()
+
+    def stop(self) -> Any:
+        """End adaptive scaling; the workers stay."""
+        return self._cluster.stop_adapting()
 
 
 class AttachedCluster(Cluster):
     """A detached cluster, which lives on without this object.
 
-    It has the methods of a cluster of jobs. What they do is done by the cluster's own process, so
-    all that are attached see the same. `close` only detaches; `shutdown` ends the cluster.
+    It has the methods of a cluster of jobs. The cluster's own process carries them out, so all
+    attached notebooks see the same. `close` only detaches; `shutdown` ends the cluster.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class AttachedCluster(Cluster):
         self._making = making
         self._folder = folder
         self._timeout_s = timeout
-        self._seen = _NOTHING
+        # an object that attaches prints messages from now on only
+        self._seen = Status(told=0 if making else 1 << 30)
         self._failure: HpcdaskError | None = None
         self._follower: asyncio.Task[None] | None = None
         self._exits = contextlib.ExitStack()
@@ -104,33 +106,24 @@ class AttachedCluster(Cluster):
     # Start and end
 
     async def _start(self) -> None:
-        if self.status != Status.created:
+        if self.status != State.created:
             return
-        self.status = Status.starting
+        self.status = State.starting
         if self._folder is None:
             assert self._making is not None
-            self._folder = await asyncio.to_thread(make_folder, self._making)
-            self.id = self._folder.name
-            await launch(self._making, self._folder)
+            self._folder = await start(self._making)
         self.id = self._folder.name
         record = await await_running(self._folder, self._timeout_s)
-        if record.tls:
-            keys = await asyncio.to_thread(load_credentials, str(self._folder.keys))
-            self.security = to_security(keys)
+        self.name = record.name
+        self.security = await asyncio.to_thread(security_of, self._folder, record)
         access: Any = self.security.get_connection_args("client")
         self.scheduler_comm = rpc(record.address, connection_args=access)
-        try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                told = 0 if self._making else 1 << 30  # only what it tells from now on
-                await self._look(told)
-        except OSError as error:  # TimeoutError is one
-            raise await self._why_lost(error) from None
+        await self._ask("status")
         if record.gpus:
             self._exits.enter_context(suiting_devices())
-        self.name = record.name
         for callback in self.periodic_callbacks.values():
             callback.start()
-        self.status = Status.running
+        self.status = State.running
         self._follower = asyncio.create_task(self._follow())
         if record.idle_timeout_s is not None and self._making is None:
             say(
@@ -138,19 +131,9 @@ class AttachedCluster(Cluster):
                 f"clients, attached notebooks and Dask tasks"
             )
 
-    async def _ready(self) -> Self:
-        try:
-            await self._start()
-        except BaseException:
-            await self._close()
-            raise
-        return self
-
-    def __await__(self) -> Any:
-        return self._ready().__await__()
-
-    async def __aenter__(self) -> Self:
-        return await self._ready()
+    _ready: Any = JobCluster._ready
+    __await__: Any = JobCluster.__await__
+    __aenter__: Any = JobCluster.__aenter__
 
     async def _close(self) -> None:
         if self._follower is not None:
@@ -164,7 +147,7 @@ class AttachedCluster(Cluster):
         try:
             result: Awaitable[None] | None = super().close(timeout)
         finally:
-            if not self.asynchronous and self.status == Status.closed:
+            if not self.asynchronous and self.status == State.closed:
                 upstream.loop_runner(self).stop()
         return result
 
@@ -185,145 +168,186 @@ class AttachedCluster(Cluster):
         assert self._folder is not None
         if self._follower is not None:
             self._follower.cancel()
-        self.status = Status.closing  # so that its clients do not try to come back
+        self.status = State.closing  # so that its clients do not try to come back
         await end(self._folder, "shutdown() by a notebook")
         await self._close()
 
-    # What it asks
+    # Requests
 
-    async def _ask(self, name: str, *args: Any, **keywords: Any) -> Any:
+    def _request(self, name: str, *args: Any, **keywords: Any) -> Any:
+        """Send a request, and wait for the answer outside of event loops.
+
+        In an event loop the request is sent also if nobody awaits the future that this returns; a
+        line tells of its failure.
+        """
+        if not self.asynchronous:
+            return self.sync(self._ask, name, *args, **keywords)
+
+        def tell(task: asyncio.Future[Any]) -> None:
+            _requests.discard(task)
+            if not task.cancelled() and (error := task.exception()):
+                complain(f"{name}: {error}")
+
+        task = asyncio.ensure_future(self._ask(name, *args, **keywords))
+        _requests.add(task)
+        task.add_done_callback(tell)
+        return task
+
+    async def _ask(self, name: str, *args: Any, **keywords: Any) -> None:
+        """Send a request, and keep the status that answers it. Prints the cluster's messages."""
         if self._failure is not None:
             raise self._failure
-        assert self._folder is not None
-        if self.scheduler_comm is None or self.status != Status.running:
+        if self.scheduler_comm is None or self.status not in (State.starting, State.running):
             raise UsageError(f'this object is detached: hpcdask.attach("{self.name}") again')
         try:
-            asking = call(self.scheduler_comm, name, *args, **keywords)
-            return await unless_ended(asking, self._folder)
-        except OSError as error:
+            async with asyncio.timeout(None if name == "scale" else ANSWER_S):
+                seen = await self._unless_ended(
+                    ask(self.scheduler_comm, name, self._seen.told, *args, **keywords)
+                )
+                # distributed's own way to follow the workers is for one object only
+                info = await self.scheduler_comm.identity(n_workers=-1)
+        except OSError as error:  # TimeoutError is one
             raise await self._why_lost(error) from None
+        news = max(0, seen.told - self._seen.told)  # another answer may have told some of them
+        for line in seen.lines[len(seen.lines) - min(news, len(seen.lines)) :]:
+            say(line)
+        self._seen, self.scheduler_info = seen, SchedulerInfo(info)
 
-    async def _look(self, told: int) -> None:
-        assert self.scheduler_comm is not None
-        self._seen = await call(self.scheduler_comm, "look", told=told)
-        # distributed's own way to follow the workers is for one object only
-        self.scheduler_info = SchedulerInfo(self._seen.identity)
+    async def _unless_ended(self, asking: Coroutine[Any, Any, Status]) -> Status:
+        """Wait for an answer. Raises OSError soon if the cluster has ended.
+
+        Dask tries for half a minute to connect to a scheduler that is gone.
+        """
+        assert self._folder is not None
+        asked = asyncio.ensure_future(asking)
+        try:
+            while not (await asyncio.wait([asked], timeout=1.0))[0]:
+                with contextlib.suppress(HpcdaskError):
+                    record = await asyncio.to_thread(ControlRecord.read, self._folder)
+                    if record is None or record.state == ENDED:
+                        raise ConnectionError("it has ended")
+            return await asked
+        finally:
+            asked.cancel()
 
     async def _follow(self) -> None:
-        """Look at the cluster again and again, and tell what it tells."""
+        """Ask for the status again and again, and print the cluster's messages."""
         silent = False
-        assert self._folder is not None
         while self._failure is None:
-            began, pause = time.monotonic(), LOOK_PAUSE_S
+            began, pause, problem = time.monotonic(), LOOK_PAUSE_S, ""
             try:
-                async with asyncio.timeout(LOOK_TIMEOUT_S):
-                    await unless_ended(self._look(self._seen.told), self._folder)
-                silent = False
+                await self._ask("status")
                 pause = max(pause, LOOK_SHARE * (time.monotonic() - began))
-            except OSError as error:
-                lost = await self._why_lost(error)
-                if isinstance(lost, NoAnswer):  # such as a network that is away for a while
-                    if not silent:
-                        say(f"warning: {lost}; trying again")
-                    silent = True
-                else:
-                    self._failure = lost
-                    self.status = Status.closing  # so that its clients do not try to come back
-                    say(f"error: {lost}")
-            for line in self._seen.lines:
-                say(line)
-            self._seen.lines = []
+            except NoAnswer as error:  # such as a network that is away for a while
+                problem = f"{error}; trying again"
+            except Exception as error:  # an answer that makes no sense must not be the last
+                if error is not self._failure:
+                    problem = f"{self.name} cannot be followed: {root_cause(error)}"
+            if problem and not silent:
+                say(f"warning: {problem}")
+            silent = bool(problem)
             await asyncio.sleep(pause)
 
     async def _why_lost(self, error: OSError) -> HpcdaskError:
-        """Why it does not answer; jobs that it left are ended. NoAnswer: it may come back."""
+        """Return why the cluster does not answer, and end its jobs; NoAnswer: it may come back."""
         folder = self._folder
         assert folder is not None
-        deadline = time.monotonic() + QUEUE_PAUSE_S
         try:
             why = await detached.settle(folder)
-            while not why and time.monotonic() < deadline:
-                await asyncio.sleep(RECORD_PAUSE_S)  # its end may take a moment to be told
-                why = await detached.settle(folder)
-        except HpcdaskError as problem:
+        except Exception as problem:  # an answer of the queue may make no sense
             return NoAnswer(f"{folder.name} does not answer: {error}. {problem}")
-        if why:
-            return ended(folder, why)
-        record = ControlRecord.read(folder)
-        return NoAnswer(
-            f"{folder.name} does not answer at {record.address if record else ''}, though it is "
-            f"not over: see whether this machine reaches that address. Log: "
-            f"{detached.control_log(folder)} ({type(error).__name__}: {error})"
-        )
+        if not why:
+            record = ControlRecord.read(folder)
+            return NoAnswer(
+                f"{folder.name} does not answer at {record.address if record else ''}, though it "
+                f"is not over: see whether this machine reaches that address "
+                f"({type(error).__name__}: {error}){detached.see_log(folder)}"
+            )
+        if self._failure is None:
+            self._failure = ended(folder, why)
+            if self.status == State.running:
+                self.status = State.closing  # so that its clients do not try to come back
+                say(f"error: {self._failure}")
+        return self._failure
 
-    scale = _asked("scale")
-    job_script = _asked("job_script")
-    job_logs = _asked("job_logs")
-    logs = _asked("logs")
-    gpus = _asked("gpus", GpuTable)
+    @functools.wraps(JobCluster.scale)
+    def scale(self, *args: Any, **keywords: Any) -> Any:  # type: ignore[override]
+        return self._request("scale", *args, **keywords)
 
     def adapt(self, **bounds: Any) -> Any:  # type: ignore[override]
         """Make the number of workers follow the work; see `JobCluster.adapt`."""
+        return Adapting(self, bounds)
 
-        adapting = Adapting(self, bounds)
-        return adapting if self.asynchronous else self.sync(adapting.settle)
-
-    def jobs(self) -> Any:
-        """The state of all jobs, including those that are over."""
-
-        async def jobs() -> JobTable:
-            with contextlib.suppress(HpcdaskError):  # what was seen last
-                self._seen.jobs = await self._ask("jobs")
-            return self._seen.table()
-
-        return self.sync(jobs)
+    def stop_adapting(self) -> Any:
+        """End adaptive scaling, which any attached notebook may have started."""
+        return self._request("adapt", None)
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: Any = None) -> None:
         async def why_not() -> HpcdaskError | None:
-            if (
-                self._failure is None and self._seen.failure is not None
-            ):  # of a group, others may do
-                return cast(HpcdaskError | None, await self._ask("too_few", n_workers=n_workers))
+            if self._failure is None and self._seen.failure is not None:  # others may do
+                await self._ask("status", n_workers=n_workers)
+                return self._seen.too_few
             return self._failure
 
-        waiting = super()._wait_for_workers(n_workers, timeout)
-        await wait_unless(waiting, why_not, lambda: self._seen.table())
+        await wait_unless(super()._wait_for_workers(n_workers, timeout), why_not, self.jobs)
 
     def get_client(self) -> Any:
-        """A client of the cluster."""
-        import dask.config
-
+        """Return a client of the cluster."""
         with dask.config.set(prompt_clients()):
             return super().get_client()
 
     # What it shows
 
+    #: These read the cluster's folder.
+    job_logs: Any = JobCluster.job_logs
+    logs: Any = JobCluster.logs
+
+    @functools.wraps(JobCluster.job_script)
+    def job_script(self, group: str | None = None) -> str:
+        groups = self._seen.groups
+        name = groups[0] if group is None else group
+        if name not in groups:
+            raise UsageError(f"job_script: no group {name}. There are {', '.join(groups)}")
+        assert self._folder is not None
+        return self._folder.script(name).read_text()
+
+    def jobs(self) -> JobTable:
+        """Return the state of all jobs, including those that are over."""
+        return self._seen.table()
+
+    def gpus(self) -> GpuTable:
+        """Return what the GPUs of all workers do now; empty while none was sampled."""
+        return self._seen.gpu_table()
+
     @property
     def failure(self) -> HpcdaskError | None:
-        """Why the cluster has ended, or submits no more jobs; None while all is well."""
+        """Return why the cluster has ended or submits no more jobs; None while all is well."""
         return self._failure or self._seen.failure
 
     @property
+    def adapts(self) -> bool:
+        """Return whether the number of workers follows the work."""
+        return self._seen.adapts
+
+    @property
     def plan(self) -> set[str]:
-        """Names of the workers that are wanted."""
-        return self._seen.requested
+        """Return the names of the workers that are wanted."""
+        return set(self._seen.requested)
 
     #: Names of the workers that are asked for.
     requested = plan
 
     @property
     def dashboard_link(self) -> str:
-        """Where the dashboard is, seen from the scheduler's machine."""
+        """Return the address of the dashboard, seen from the scheduler's machine."""
         return self._seen.dashboard
 
     def __repr__(self) -> str:
-        seen = self._seen
-        status = text(seen.table(), self.failure, seen.dashboard, seen.tunnel)
+        status = text(self.jobs(), self.failure, self._seen.dashboard, self._seen.tunnel)
         return f"{', '.join([super().__repr__().removesuffix(')'), *status])})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
-        seen = self._seen
-        status = html(seen.table(), GpuTable(), self.failure, seen.tunnel)
+        status = html(self.jobs(), self.gpus(), self.failure, self._seen.tunnel)
         return str(super()._repr_html_(f"{cluster_status or ''}{status}"))
 
 
@@ -332,7 +356,6 @@ def make(cls: type[JobCluster], keywords: dict[str, Any]) -> AttachedCluster:
     asynchronous, loop = keywords.get("asynchronous", False), keywords.get("loop")
     timeout = seconds(keywords.pop("scheduler_timeout", None), "scheduler_timeout")
     making = read_request(cls, dict(keywords))
-    detached.refuse_taken(making.request.name, making.base)
     return AttachedCluster(
         None, making, timeout=timeout or START_TIMEOUT_S, asynchronous=asynchronous, loop=loop
     )
@@ -368,12 +391,9 @@ def attach(
 
     Raises
     ------
-    UsageError
-        You have no detached cluster of this name.
-    ClusterError
-        It has ended, and the message says why; or its scheduler still waits in the queue.
-    QueueError
-        It does not answer.
+    UsageError, ClusterError, QueueError
+        You have no detached cluster of this name, or it has ended, or its scheduler still waits in
+        the queue; it does not answer.
     """
     found = detached.find(name, folder)
     if found.ended is not None:

@@ -1,6 +1,6 @@
 """``python -m hpcdask.clusters.detached.control FOLDER``: the process of a detached cluster.
 
-It runs an ordinary cluster of jobs, scheduler and all, and obeys those who attach; see `service`.
+It runs an ordinary cluster of jobs, scheduler and all, and serves the requests of those who attach.
 It ends when it is told to, when nobody uses it, before its walltime, by SIGTERM, and when a client
 shuts its scheduler down. With ``--after CODE``, by which the script calls it again, it ends what a
 process left that died with this exit code.
@@ -11,29 +11,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import sys
 import time
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask.config
 
-from hpcdask.clusters import classes
+from hpcdask.clusters import classes, retire
 from hpcdask.clusters.messages import FROM_LOGIN_NODE, SHUT_DOWN
-from hpcdask.errors import ClusterError, HpcdaskError
+from hpcdask.errors import ClusterError, HpcdaskError, UsageError
 from hpcdask.jobs import detached
-from hpcdask.jobs.detached import ENDED, ENDING, RUNNING, SUBMITTED, ControlRecord
+from hpcdask.jobs.detached import ENDED, ENDING, RUNNING, SUBMITTED, VERSION, ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import complain, say, set_log_level
-from hpcdask.queues.registry import queue_class, systems
+from hpcdask.queues.registry import queue_class
+from hpcdask.upstream import distributed as upstream
 
+from .protocol import OPERATION, Status, from_error
 from .request import BEGAN, ControlRequest
-from .service import Service
-
-if TYPE_CHECKING:
-    from hpcdask.clusters.cluster import JobCluster
 
 #: Seconds before the walltime at which the cluster ends, and at which all are warned; at most a
 #: tenth and a fourth of it.
@@ -44,59 +43,62 @@ TELL_S = 1.0
 LOOK_S = 1.0
 
 
-def cluster_class(system: str) -> type[JobCluster]:
-    """The cluster class of a queueing system."""
-    found: type[JobCluster] = getattr(classes, systems()[system].cluster)
-    return found
-
-
 class Control:
     """A detached cluster in its process."""
 
     def __init__(self, folder: ClusterFolder, request: ControlRequest) -> None:
         self.folder = folder
         self.request = request
-        if detached.scheduler_job(folder) is not None:
+        self.in_job = detached.scheduler_job(folder) is not None
+        if self.in_job:
             queue_class(request.system)().check(FROM_LOGIN_NODE)
-        cls = cluster_class(request.system)
+        cls = classes.class_of(request.system)
         self.cluster = cls(
             **request.keywords, name=request.name, asynchronous=True, silence_logs=False
         )
         self.cluster.take_folder(folder)
-        self.record = ControlRecord(request.name, idle_timeout_s=request.idle_timeout_s)
-        self.ended: asyncio.Future[str]
-        self._began = float(os.environ.pop(BEGAN, time.time()))
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._adaptive: Any = None
+        self._used = time.monotonic()
+        self._limit_s = request.walltime_s
+        began = float(os.environ.pop(BEGAN, time.time()))
+        self._ends = None if self._limit_s is None else began + self._limit_s
         self._warned = False
 
     async def run(self) -> None:
-        """From the start to the end of all jobs. Raises HpcdaskError if some are left."""
-        self.ended = asyncio.get_running_loop().create_future()
+        """Run the cluster until the end of all its jobs. Raises HpcdaskError if some are left."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
         await self.cluster
         assert self.cluster.scheduler is not None
-        self.service = Service(self.cluster, self.end)
-        self._publish(
-            state=RUNNING,
-            address=self.cluster.scheduler.address,
-            ends=self._ends(),
+        self.scheduler = self.cluster.scheduler
+        self.scheduler.handlers[OPERATION] = self.answer
+        record = ControlRecord.read(self.folder)
+        if record is not None and record.state == ENDING:  # asked for while this started
+            self.end(record.why)
+        record = ControlRecord(
+            self.request.name,
+            RUNNING,
+            self.scheduler.address,
+            self.request.idle_timeout_s,
             gpus=any(group.on_gpu for group in self.cluster.groups.values()),
             tls=self.cluster.security.require_encryption,
         )
-        say(f"the scheduler of {self.folder.name} is at {self.cluster.scheduler.address}")
+        record.write(self.folder)
+        say(f"the scheduler of {self.folder.name} is at {record.address}")
         while not self.ended.done():
             await asyncio.wait([self.ended], timeout=LOOK_S)
             self._look()
         why = self.ended.result()
         say(f"the cluster ends: {why}")
         try:
-            self._publish(state=ENDING, why=why)
+            dataclasses.replace(record, state=ENDING, why=why).write(self.folder)
         except OSError as error:  # a full disk does not keep it from its end
             complain(f"that the cluster ends cannot be noted: {error}")
         ended = ClusterError(f"the cluster {self.request.name} has ended: {why}")
-        if self.service.fail_all(ended):
+        if retire.fail_unfinished(self.scheduler, ended):
             await asyncio.sleep(TELL_S)
-        await self.cluster._begin_to_end()
+        await self.cluster.begin_to_end()
         detached.mark_ended(self.folder, why)
 
     def end(self, why: str) -> None:
@@ -105,42 +107,101 @@ class Control:
             self.ended.set_result(why)
 
     def _signalled(self, number: int) -> None:
-        why = signal.Signals(number).name
-        if detached.scheduler_job(self.folder) is not None:
-            why += ": its job was cancelled, or reached its walltime"
-        self.end(why)
-
-    def _publish(self, **changes: Any) -> None:
-        self.record = dataclasses.replace(self.record, **changes)
-        self.record.write(self.folder)
-
-    def _ends(self) -> float | None:
-        limit = self.request.walltime_s
-        return None if limit is None else self._began + limit
+        more = ": its job was cancelled, or reached its walltime" if self.in_job else ""
+        self.end(f"{signal.Signals(number).name}{more}")
 
     def _look(self) -> None:
         """End the cluster if it is time."""
-        if (self.cluster.failure is not None) and str(self.cluster.failure) == SHUT_DOWN:
-            return self.end("its scheduler was shut down, such as by Client.shutdown")
-        idle_s, limit_s = self.service.idle_s(), self.request.idle_timeout_s
-        if limit_s is not None and idle_s > limit_s:
-            return self.end(f"nobody used it for {limit_s:g} s (idle_timeout)")
-        if (ends := self._ends()) is not None:
-            left, limit = ends - time.time(), self.request.walltime_s or 0.0
-            if left < min(END_BEFORE_S, limit / 10):
-                return self.end("the walltime of its scheduler's job is reached")
-            if left < min(WARN_BEFORE_S, limit / 4) and not self._warned:
+        limit_s = self.request.idle_timeout_s
+        if str(self.cluster.failure) == SHUT_DOWN:
+            self.end("its scheduler was shut down, such as by Client.shutdown")
+        elif limit_s is not None and self._idle_s() > limit_s:
+            self.end(f"nobody used it for {limit_s:g} s (idle_timeout)")
+        elif self._ends is not None and self._limit_s is not None:
+            left = self._ends - time.time()
+            if left < min(END_BEFORE_S, self._limit_s / 10):
+                self.end("the walltime of its scheduler's job is reached")
+            elif left < min(WARN_BEFORE_S, self._limit_s / 4) and not self._warned:
                 self._warned = True
-                self.service.warn(
-                    f"the cluster {self.request.name} ends at "
-                    f"{time.strftime('%H:%M:%S', time.localtime(ends))}, by the walltime of its "
+                at = time.strftime("%H:%M:%S", time.localtime(self._ends))
+                self._warn(
+                    f"the cluster {self.request.name} ends at {at}, by the walltime of its "
                     f"scheduler's job: what is persisted in it will be lost"
                 )
-        return None
+
+    def _idle_s(self) -> float:
+        """Return the seconds since the last client, attached notebook, or Dask task to compute."""
+        clients = self.scheduler.client_comms  # not what stands for published datasets
+        busy = any(ws.processing for ws in self.scheduler.workers.values())
+        if clients or busy or self.scheduler.queued or self.scheduler.unrunnable:
+            self._used = time.monotonic()
+        return time.monotonic() - self._used
+
+    def _warn(self, text: str) -> None:
+        """Warn all attached notebooks, and programs that are clients only."""
+        say(f"warning: {text}")
+        upstream.log(self.cluster, f"warning: {text}")
+        message = {"args": (f"hpcdask: warning: {text}",), "file": 2, "flush": True}
+        self.scheduler.log_event("print", message)
+
+    # Requests
+
+    async def answer(self, version: int, request: str) -> dict[str, Any]:
+        """Carry out a request, and return the status or the error."""
+        try:
+            if version != VERSION:
+                raise UsageError(
+                    f"the cluster {self.request.name} is of another release of hpcdask: attach "
+                    f"with the one that made it"
+                )
+            name, told, args, keywords = json.loads(request)
+            too_few = await getattr(self, f"on_{name}")(*args, **keywords)
+            jobs, lines = self.cluster.jobs(), upstream.logged(self.cluster)
+            status = Status(
+                list(jobs),
+                list(self.cluster.groups),
+                list(self.cluster.gpus()),
+                self.cluster.failure,
+                too_few,
+                lines[told:],
+                len(lines),
+                sorted(self.cluster.plan),
+                self.cluster.dashboard_link,
+                self.cluster.tunnel,
+                jobs.problem,
+                self._adaptive is not None,
+            )
+            return {"status": json.dumps(status.to_json())}
+        except Exception as error:  # the notebook raises it
+            return {"error": from_error(error)}
+
+    async def on_status(self, n_workers: int = 0) -> HpcdaskError | None:
+        """Return the reason why there will not be so many workers; None if they may come."""
+        self._used = time.monotonic()
+        return self.cluster.too_few(n_workers)
+
+    async def on_scale(self, *args: Any, **keywords: Any) -> None:
+        """Set the number of workers; see `JobCluster.scale`."""
+        await self.cluster.scaled(*args, **keywords)
+
+    async def on_adapt(self, bounds: dict[str, Any] | None) -> None:
+        """Start adaptive scaling, or end it where there are no bounds; the workers stay."""
+        if bounds is not None:
+            self._adaptive = self.cluster.adapt(**bounds)
+        elif self._adaptive is not None:
+            self._adaptive.stop()
+            self._adaptive = None
+
+    async def on_down(self, why: str) -> None:
+        """Begin to end the cluster."""
+        self.end(why)
 
 
-def clean_up(folder: ClusterFolder, code: int) -> int:
-    """End what a process left that has died; the exit code."""
+async def clean_up(folder: ClusterFolder, code: int) -> int:
+    """End what a process left that died with this code, and return the exit code.
+
+    A negative code is that of a scheduler's job that the queue has started again.
+    """
     record = ControlRecord.read(folder)
     if record is not None and record.state == ENDED:
         return 0
@@ -149,53 +210,33 @@ def clean_up(folder: ClusterFolder, code: int) -> int:
     else:
         how = f", killed by {signal.Signals(code - 128).name}" if code > 128 else ""
         why = f"its process died with exit code {code}{how}"
-    return asyncio.run(_clean_up(folder, why))
-
-
-async def _clean_up(folder: ClusterFolder, why: str) -> int:
-    from hpcdask.jobs.cancel import end_cluster
-
     complain(why)
-    folder.remove_keys()
+    with contextlib.suppress(OSError):  # once this job is over, a notebook ends all
+        if record is not None:
+            dataclasses.replace(record, why=record.why or why).write(folder)
     try:
-        with contextlib.suppress(OSError):  # once this job is over, a notebook ends all
-            if (record := ControlRecord.read(folder)) is not None:
-                dataclasses.replace(record, why=record.why or why).write(folder)
-        left = await end_cluster(folder, queue_class(folder.queue)(), say)
+        await detached.finish(folder, why, say)
     except HpcdaskError as error:
         complain(error)
         return 1
-    if left:
-        complain(f"these jobs do not end: {' '.join(left)}")
-        return 1
-    detached.mark_ended(folder, why)
     return 0
 
 
-async def _run(folder: ClusterFolder, request: ControlRequest) -> None:
-    await Control(folder, request).run()  # it is made in its event loop
-
-
-def main(arguments: list[str]) -> int:
-    """From the command line to the exit code."""
-    os.umask(0o077)
-    folder = ClusterFolder.open(arguments[0])
-    if arguments[1:2] == ["--after"]:
-        return clean_up(folder, int(arguments[2]))
+async def run(folder: ClusterFolder, arguments: list[str]) -> int:
+    """Run the cluster, or clean up after it, and return the exit code."""
     record = ControlRecord.read(folder)
-    if record is None or record.state != SUBMITTED:
-        return clean_up(folder, -1)
+    if arguments[:1] == ["--after"] or record is None or record.state != SUBMITTED:
+        return await clean_up(folder, int(arguments[1]) if arguments else -1)
     try:
         request = ControlRequest.load(folder)
         folder.take_over()
         dask.config.update(dask.config.config, request.config)
         set_log_level()
-        asyncio.run(_run(folder, request))
+        await Control(folder, request).run()
     except HpcdaskError as error:
         complain(error)
-        failed = ControlRecord.read(folder) or record
-        if failed.state in (SUBMITTED, RUNNING):  # nothing was started, or all has ended
-            with contextlib.suppress(OSError):
+        if (ControlRecord.read(folder) or record).state in (SUBMITTED, RUNNING):
+            with contextlib.suppress(OSError):  # nothing was started, or all has ended
                 detached.mark_ended(folder, f"it could not start: {error}")
                 return 0
         return error.exit_code
@@ -203,6 +244,12 @@ def main(arguments: list[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit code for these words of the command line."""
+    os.umask(0o077)
+    return asyncio.run(run(ClusterFolder.open(arguments[0]), arguments[1:]))
 
 
 if __name__ == "__main__":

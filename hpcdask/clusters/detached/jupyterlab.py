@@ -1,4 +1,4 @@
-"""Detached clusters in the panel of JupyterLab's Dask extension; docs/jupyterlab.md has the lines.
+"""Detached clusters in the panel of JupyterLab's Dask extension; docs/detached.md has the lines.
 
 The extension calls ``labextension.factory``'s class with its ``kwargs`` and ``asynchronous=True``,
 for each click on "New" and for each entry of ``labextension.initial``.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from hpcdask.clusters.classes import class_of
 from hpcdask.errors import UsageError
 from hpcdask.jobs import detached
 from hpcdask.queues.registry import systems
 
 from .attached import AttachedCluster, attach
-from .control import cluster_class
 
 
 def attach_or_make(
@@ -38,17 +38,15 @@ def attach_or_make(
     UsageError
         It does not run, and no system is given; or the system is unknown.
     """
-    runs = False
     with contextlib.suppress(UsageError):  # there is none
-        runs = detached.find(name).ended is None
-    if runs:
-        return attach(name, asynchronous=asynchronous)
+        if detached.find(name).ended is None:
+            return attach(name, asynchronous=asynchronous)
     if system not in systems():
-        known = ", ".join(systems())
         raise UsageError(
             f"no detached cluster {name} runs. hpcdask up {name} makes one; and so does the panel "
-            f"with a system, one of {known}, and its keywords in labextension.factory.kwargs"
+            f"with a system, one of {', '.join(systems())}, and its keywords in "
+            f"labextension.factory.kwargs"
         )
-    made: Any = cluster_class(system)
+    made: Any = class_of(system)
     found: AttachedCluster = made(name=name, detached=True, asynchronous=asynchronous, **keywords)
     return found

@@ -26,6 +26,6 @@ def execute(
     scheduler_rank: int = 0,
     **keywords: Any,
 ) -> None:
-    """Do what docs/coming-from.md has in its place: the function's lines after the start."""
+    """Do what docs/launching.md has in its place: the function's lines after the start."""
     initialize(**keywords)
     client_function(*client_args)

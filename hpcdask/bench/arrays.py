@@ -1,0 +1,197 @@
+"""Measure computations on arrays of random numbers and decompositions, and check them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+
+from hpcdask.bench.cluster import Cluster
+from hpcdask.bench.execution import Finished, Timed, check_room, compute, run, suitable
+from hpcdask.bench.measurement import Measurement
+from hpcdask.errors import UsageError
+from hpcdask.workloads import Form, array, client_cupy, packing, plain_svd, slab_rows, svd, to_host
+
+#: Operations on an array that do not keep it.
+STREAMED = ("sum", "mean", "std")
+# Of the blog's matrix of 10_000_000 x 20 float64: columns, and rows of a chunk.
+EXACT_COLUMNS, EXACT_ROWS = 20, 625_000
+# Relative to the largest singular value, for float64.
+EXACT_TOLERANCE = 1e-10
+#: Rows of the matrix and of u that are compared, at the start, in the middle and at the end.
+SAMPLE = 64
+
+
+def run_array(
+    cluster: Cluster,
+    nbytes: int | None = None,
+    *,
+    operation: str = "sum",
+    form: Form = "tuned",
+    repeats: int = 3,
+    chunk_nbytes: int | None = None,
+) -> Measurement:
+    """Measure one of `plain_array.NAMES` on `nbytes` of float64; only the sum has a tuned form.
+
+    `chunk_nbytes` bounds a chunk of that.
+    """
+    device, n_workers = cluster.device, len(cluster.workers)
+    nbytes = nbytes or suitable(cluster, f"array, {form}" if operation == "sum" else "operation")
+    if operation not in STREAMED:
+        # Each worker of a product has all of the array; and the result takes as much as an array
+        copies = 2 * (n_workers if operation == "matmul" else 1)
+        advice = f"; {', '.join(STREAMED)} take any size"
+        check_room(cluster, nbytes, advice, copies=copies)
+    n = array.side(nbytes)
+    chunks = da.core.normalize_chunks(array.STOCK_CHUNKS[device], (n, n), dtype="float64")
+    if form == "tuned":  # in chunks of an even number of rows
+        how = {"n_slots": cluster.n_slots, "multiple": 2}
+        how["max_nbytes"] = chunk_nbytes or array.MAX_CHUNK_NBYTES[device]
+        chunks = slab_rows(n, array.ITEM_NBYTES * n, **how), (n,)
+
+    def build(_: Any, index: int) -> list[Any]:
+        if form == "tuned":
+            return [array.tuned_sum(chunks[0], n, device=device, seed=index)]
+        return [array.build(operation, n, device, index)]
+
+    def finish(_: Any, timed: Timed) -> Finished:
+        checks = array.check(operation, to_host(timed.results[0]), n)
+        return {"operation": operation, **{one.name: one.value for one in checks}}, checks
+
+    return run(
+        cluster,
+        build,
+        finish,
+        repeats=repeats,
+        chunks=chunks,
+        workload="array",
+        form=form,
+        variant="" if operation == "sum" else operation,
+        dtype="float64",
+        chunk_nbytes=chunk_nbytes,
+        work=array.work(operation, n, n_workers),
+    )
+
+
+def run_svd(
+    cluster: Cluster,
+    nbytes: int | None = None,
+    *,
+    k: int | None = None,
+    form: Form = "tuned",
+    packed: bool = False,
+    repeats: int = 3,
+    chunk_nbytes: int | None = None,
+) -> Measurement:
+    """Measure singular values and right vectors of a planted uint8 matrix of rank `k`.
+
+    `packed`: values 0 to 3, four in a byte, in the tuned form.
+    """
+    device, k = cluster.device, 10 if k is None else k
+    shape = svd.shape_for(nbytes or suitable(cluster, f"svd, {form}"))
+    advice = ", and --packed has four values in a byte"
+    check_room(cluster, math.prod(shape) // (4 if packed else 1), advice)
+    if form == "tuned":
+        cut = {"n_slots": cluster.n_slots, "per_slot": svd.CHUNKS_PER_SLOT[device]}
+        cut["max_nbytes"] = chunk_nbytes or svd.MAX_CHUNK_NBYTES[device]
+        chunks: Any = slab_rows(*shape, **cut), (shape[1],)
+        library = np
+    else:
+        chunks = da.core.normalize_chunks(svd.STOCK_CHUNKS, shape)
+        library = client_cupy() if device == "cuda" else np
+    more: dict[str, Any] = {"device": device, "library": library, "packed": packed}
+    x, expected = svd.planted(shape, k, chunks=chunks, **more)
+    columns = shape[1] if packed else None
+
+    def decompose(x: Any, index: int) -> tuple[Any, Any, Any]:
+        if form == "stock":
+            return plain_svd.approximate(x, k, index, library)
+        how: dict[str, Any] = {"packed_columns": columns, "seed": index, "device": device}
+        return svd.svd_rows(x, k, dtype="float32", **how)
+
+    def finish(x: Any, timed: Timed) -> Finished:
+        # a seed of its own: the scheduler must not meet the same keys in another graph
+        return _finish(cluster, x, decompose(x, repeats + 1), timed, expected, columns)
+
+    return run(
+        cluster,
+        lambda x, index: decompose(x, index)[1:],
+        finish,
+        repeats=repeats,
+        x=x,
+        chunks=chunks,
+        workload="svd",
+        form=form,
+        variant="2 bits" * packed,
+        dtype="uint8",
+        k=k,
+        chunk_nbytes=chunk_nbytes,
+        # A is read once, and multiplied by k columns from the right and from the left
+        work={"memory": float(x.nbytes), "matrix_float32": 4.0 * math.prod(shape) * k},
+    )
+
+
+def run_svd_exact(cluster: Cluster, nbytes: int | None = None, *, repeats: int = 3) -> Measurement:
+    """Measure ``dask.array.linalg.svd`` of a random float64 matrix of 20 columns.
+
+    Its singular values are those of the Gram matrix, which workers compute with dask's product.
+    """
+    nbytes = nbytes or suitable(cluster, "svd exact")
+    n_rows = nbytes // (8 * EXACT_COLUMNS)
+    if n_rows < EXACT_COLUMNS:
+        raise UsageError(
+            f"size {nbytes} B is too small: the least is {8 * EXACT_COLUMNS**2} B, "
+            f"{EXACT_COLUMNS} x {EXACT_COLUMNS} float64"
+        )
+    check_room(cluster, nbytes)
+    library = client_cupy() if cluster.device == "cuda" else np
+    x = plain_svd.random_matrix(n_rows, EXACT_COLUMNS, EXACT_ROWS, library)
+
+    def finish(x: Any, timed: Timed) -> Finished:
+        squares = np.linalg.eigvalsh(to_host(compute(cluster, [x.T @ x])[0]))[::-1]
+        whole = plain_svd.exact(x)
+        return _finish(cluster, x, whole, timed, np.sqrt(squares), tolerance=EXACT_TOLERANCE)
+
+    return run(
+        cluster,
+        lambda x, _: plain_svd.exact(x)[1:],
+        finish,
+        repeats=repeats,
+        x=x,
+        chunks=x.chunks,
+        workload="svd",
+        form="stock",
+        variant="exact",
+        dtype="float64",
+        work={"memory": float(x.nbytes), "matrix_float64": 2.0 * n_rows * EXACT_COLUMNS**2},
+    )
+
+
+def _finish(
+    cluster: Cluster,
+    x: Any,
+    whole: Sequence[Any],
+    timed: Timed,
+    expected: Any,
+    packed_columns: int | None = None,
+    tolerance: float = svd.TOLERANCE,
+) -> Finished:
+    """Check the s and v that were timed, and the u, s and v of a whole decomposition.
+
+    Of u, which may be large, some rows are fetched.
+    """
+    u, s, v = whole
+    starts = sorted({0, x.shape[0] // 2, max(0, x.shape[0] - SAMPLE)})
+    parts = [part[start : start + SAMPLE] for part in (x, u) for start in starts]
+    s, v, u_gram, *blocks = map(to_host, compute(cluster, [s, v, u.T @ u, *parts]))
+    of_x, of_u = np.concatenate(blocks[: len(starts)]), np.concatenate(blocks[len(starts) :])
+    if packed_columns:
+        of_x = packing.unpack(of_x, packed_columns)
+    checks = svd.check(s, v, u_gram, of_x, of_u, expected, tolerance)
+    s, v = (to_host(result) for result in timed.results)
+    of_timed = svd.check(s, v, u_gram, of_x, of_u, expected, tolerance)
+    checks = [of_timed[0], checks[1], of_timed[2], checks[3]]
+    return {"singular_values": s.tolist()}, checks

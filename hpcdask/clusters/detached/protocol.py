@@ -1,0 +1,134 @@
+"""Requests that a detached cluster serves over its scheduler's connections, and their answer.
+
+There are four: status, scale, adapt and down. Each request and the answer, a `Status`, is JSON,
+with the version of `hpcdask.jobs.detached`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from distributed.core import rpc
+
+from hpcdask import errors
+from hpcdask.clusters.display import JobTable
+from hpcdask.clusters.job import Job
+from hpcdask.errors import ClusterError, HpcdaskError, UsageError
+from hpcdask.gpu.monitor import GpuState
+from hpcdask.gpu.table import GpuTable
+from hpcdask.jobs.detached import VERSION
+from hpcdask.jobs.state import JobState
+
+#: Name of the handler of requests.
+OPERATION = "hpcdask_control"
+#: Seconds that a detached cluster has to answer a request that takes no time.
+ANSWER_S = 30.0
+
+
+def plain(value: Any, what: str) -> Any:
+    """Return a value as JSON gives it again. Raises UsageError for what JSON cannot hold."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, timedelta):
+            return value.total_seconds()
+        if isinstance(value, type):
+            return f"{value.__module__}:{value.__qualname__}"
+        if isinstance(value, Mapping):
+            return dict(value)
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        raise TypeError(f"{type(value).__name__} is no plain value")
+
+    try:
+        return json.loads(json.dumps(value, default=convert))
+    except (TypeError, ValueError) as error:
+        message = f"{what} cannot be sent to the process of a detached cluster: {error}"
+        raise UsageError(message) from None
+
+
+def from_error(error: BaseException | None) -> dict[str, str] | None:
+    """Return the JSON of an error, for `to_error`."""
+    return None if error is None else {"class": type(error).__name__, "text": str(error)}
+
+
+def to_error(known: Mapping[str, str] | None) -> Any:
+    """Return the error again; an error of a class that is not known here becomes a ClusterError."""
+    if known is None:
+        return None
+    name = known["class"]
+    kind = getattr(errors, name, None) or getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return ClusterError(f"{name}: {known['text']}")
+    return errors.remake(kind, (known["text"],))
+
+
+@dataclass
+class Status:
+    """State of a detached cluster, for an attached notebook.
+
+    `too_few` is the reason why there will not be as many workers as the request named. `lines` are
+    the messages since the last answer, of `told` in all. `requested` are the names of the wanted
+    workers. `problem` is the reason for which jobs may wait for ever. `adapts`: the number of
+    workers follows the work.
+    """
+
+    jobs: list[Job] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+    gpus: list[GpuState] = field(default_factory=list)
+    failure: HpcdaskError | None = None
+    too_few: HpcdaskError | None = None
+    lines: list[str] = field(default_factory=list)
+    told: int = 0
+    requested: list[str] = field(default_factory=list)
+    dashboard: str = ""
+    tunnel: str = ""
+    problem: str = ""
+    adapts: bool = False
+
+    def table(self) -> JobTable:
+        """Return the jobs as a table."""
+        return JobTable(self.jobs, self.problem)
+
+    def gpu_table(self) -> GpuTable:
+        """Return the GPUs of all workers as a table."""
+        return GpuTable(self.gpus)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields for `from_json`."""
+        return {
+            **vars(self),
+            "jobs": [{**vars(job), "workers": sorted(job.workers)} for job in self.jobs],
+            "gpus": [gpu.to_json() for gpu in self.gpus],
+            "failure": from_error(self.failure),
+            "too_few": from_error(self.too_few),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Status:
+        """Read the fields that `to_json` returned."""
+        jobs = [
+            Job(**{**row, "state": JobState(row["state"]), "workers": frozenset(row["workers"])})
+            for row in data["jobs"]
+        ]
+        known = {name: to_error(data[name]) for name in ("failure", "too_few")}
+        gpus = [GpuState.from_json(row) for row in data["gpus"]]
+        return cls(**{**data, **known, "jobs": jobs, "gpus": gpus})
+
+
+async def ask(scheduler: rpc, name: str, told: int, *args: Any, **keywords: Any) -> Status:
+    """Send a request to a detached cluster, and return the answer.
+
+    `told` messages of the cluster are known already. Raises the cluster's own error, and OSError if
+    the cluster does not answer.
+    """
+    request = plain([name, told, args, keywords], f"the arguments of {name}")
+    answer = await getattr(scheduler, OPERATION)(version=VERSION, request=json.dumps(request))
+    if "error" in answer:
+        raise to_error(answer["error"])
+    return Status.from_json(json.loads(answer["status"]))

@@ -1,0 +1,442 @@
+"""Jobs of one kind in a cluster, kept at the number that is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from distributed.scheduler import TaskState, WorkerState
+
+from hpcdask.errors import HpcdaskError, NoAnswer, NotHere, QueueError, Refused, root_cause
+from hpcdask.jobs.state import OVER, JobState, lasting
+from hpcdask.queues.job_state import QueueStatus
+from hpcdask.spec.job import parse_worker_name
+from hpcdask.spec.tags import group_id
+
+from . import messages, retire
+from .job import Job, Policy, ends_at, margin_s, worker_names
+from .observe import observe
+from .reconcile import Failure, History, plan, record
+
+if TYPE_CHECKING:
+    from .controller import Controller
+
+#: Seconds between two attempts to submit at a limit of the site; doubled up to the second number.
+RETRY_S = (15.0, 300.0)
+#: Seconds before the walltime at which workers that nobody could relieve are given up, at most; and
+#: that part of the margin.
+LAST_MOMENT_S, LAST_PART = 5.0, 0.25
+#: Seconds for one attempt to hand over where there is no hurry.
+ATTEMPT_S = 60.0
+#: Seconds that a job gets to end once its workers have retired, or it was cancelled.
+LEAVE_S = 15.0
+
+
+class Group:
+    """Group of equal jobs, which fail, end and are limited by themselves.
+
+    A cluster without groups has one, whose name is empty. Each job has `size` workers, each worker
+    `resources`. `jobs` are those that count, and `past` those that are over. `emptied`: the user
+    asked for none, so nobody is left to hold results. `failure` says why nothing more is submitted,
+    `waits` for what jobs may wait for ever. A queue that is at a limit, or silent, gets no
+    submission before `retry_at`, in unix time.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        name: str,
+        size: int,
+        policy: Policy,
+        resources: Mapping[str, float],
+    ) -> None:
+        self.controller = controller
+        self.name = name
+        self.size = size
+        self.policy = policy
+        self.resources = resources
+        self.jobs: dict[str, Job] = {}
+        self.past: dict[str, Job] = {}
+        self.wanted = 0
+        self.emptied = False
+        self.failure: HpcdaskError | None = None
+        self.waits = ""
+        self.submission: asyncio.Task[None] | None = None
+        self.retry_at = 0.0
+        self._retry_s = RETRY_S[0]
+        self._largest: int | None = None  # jobs of a command that a limit may admit
+        self._unanswered = False  # the queue may have jobs whose ids it did not tell
+        self._leave_by: dict[str, float] = {}  # unix times by which jobs should have ended
+        self._history = History()
+        self._failing = False
+        self._waiting_users = 0
+
+    # Its jobs and workers
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self.jobs.values())
+
+    @property
+    def prefix(self) -> str:
+        """Return the beginning of the names of the group's workers."""
+        return group_id(self.controller.folder.name, self.name)
+
+    def all_jobs(self) -> list[Job]:
+        """Return the jobs, including those that are over."""
+        return [*self.past.values(), *self.jobs.values()]
+
+    def enter(self, ids: Collection[str]) -> None:
+        """Add jobs that were just submitted."""
+        for job_id in ids:
+            if job_id not in self.jobs:
+                self.past.pop(job_id, None)
+                self.jobs[job_id] = Job(job_id, self.size, time.time(), group=self.name)
+        self.controller.wake()
+
+    def mark(self, ids: Collection[str], **facts: Any) -> None:
+        """Note something about those of these jobs that are the group's."""
+        for job_id in ids:
+            if job_id in self.jobs:
+                self.jobs[job_id] = replace(self.jobs[job_id], **facts)
+
+    def live(self) -> list[str]:
+        """Return the ids of the jobs that are not over."""
+        return [job.id for job in self if job.state not in OVER]
+
+    def active(self) -> list[Job]:
+        """Return the jobs that are there or asked for, and are to stay.
+
+        Others come for those that expire.
+        """
+        return [
+            job
+            for job in self
+            if job.state not in OVER and not (job.cancelled or job.leaving or job.expiring)
+        ]
+
+    def names(self) -> list[str]:
+        """Return a name for each worker that is there or asked for, and is to stay."""
+        names = [name for job in self.active() for name in worker_names(self.prefix, job)]
+        missing = self.wanted * self.size - len(names)
+        return names + [f"{self.prefix}-unsubmitted-{number}" for number in range(missing)]
+
+    def job_of(self, name: str) -> str | None:
+        """Return the id of a worker's job; None for other people's workers."""
+        parsed = parse_worker_name(self.prefix, name)
+        return None if parsed is None else parsed[0]
+
+    def connected(self) -> dict[str, list[WorkerState]]:
+        """Return the workers that the scheduler has, by the ids of their jobs."""
+        found: dict[str, list[WorkerState]] = {}
+        for state in self.controller.scheduler.workers.values():
+            if job_id := self.job_of(str(state.name)):
+                found.setdefault(job_id, []).append(state)
+        return found
+
+    def can_run(self, ts: TaskState) -> bool:
+        """Return whether the group's workers have the resources that a Dask task asks for."""
+        wanted = (ts.resource_restrictions or {}).items()
+        return all(self.resources.get(name, 0) >= amount for name, amount in wanted)
+
+    # What the cluster asks
+
+    def want(self, jobs: int, *, emptied: bool = False) -> None:
+        """Wish for this many jobs."""
+        self.wanted, self.emptied = jobs, emptied
+        self.controller.wake()
+
+    def reset_failures(self) -> None:
+        """Forget earlier failures: the user asks again."""
+        self.failure = None
+        self._history = History()
+        self.retry_at = 0.0
+        self.controller.clear_warnings()
+
+    async def wait_submitted(self) -> None:
+        """Wait until the wanted jobs are submitted, or raise why they cannot be.
+
+        A user who waits is told of a queue that is silent; for others it is tried again.
+        """
+        controller = self.controller
+
+        def settled() -> bool:
+            enough = len(self.active()) >= self.wanted
+            asked = controller.closing or self.retry_at > time.time() or enough
+            return self.failure is not None or (asked and self.submission is None)
+
+        self._waiting_users += 1
+        try:
+            async with controller.settled:
+                await controller.settled.wait_for(settled)
+        finally:
+            self._waiting_users -= 1
+        if self.failure is not None:
+            raise self.failure
+
+    # What the controller asks
+
+    def observe(self, asked: Collection[str], seen: Mapping[str, QueueStatus]) -> None:
+        """Fold in the queue's answer and which workers there are."""
+        now, closing = time.time(), self.controller.closing
+        workers = self.connected()
+        copies = {copy for job_id in seen.keys() & self.jobs for copy in seen[job_id].copies}
+        # of a submission that got no answer, or made by the queue
+        if late := (set(workers) | copies - set(self.past)) - set(self.jobs):
+            self.enter(late)
+        for job_id, before in list(self.jobs.items()):
+            states = workers.get(job_id, [])
+            after = observe(
+                before,
+                seen.get(job_id),
+                asked=job_id in asked,
+                workers=[str(ws.name) for ws in states],
+                held=sum(ws.nbytes for ws in states),
+                now=now,
+                policy=self.policy,
+            )
+            ended = after.state in OVER
+            if after is not before:
+                self.jobs[job_id] = after
+                self._history = record(self._history, before, after, now)
+                meant = closing or after.cancelled or after.leaving
+                fine = meant or after.state is JobState.COMPLETED
+                if ended and before.state not in OVER and not fine:
+                    self.controller.tell(messages.job_ended, after)
+                if after.overdue and not before.overdue and after.stuck:
+                    self.controller.tell(messages.job_stuck, after)
+            # what the queue forgot might come back, until it was cancelled
+            if ended and not states and (after.cancelled or not after.missed):
+                self.past[job_id] = self.jobs.pop(job_id)
+        if asked and not closing:
+            self._warn_of_waiting()
+
+    def _warn_of_waiting(self) -> None:
+        """Tell once for each reason of jobs to wait that does not end by itself."""
+        reports = [job.report() for job in self.active()]
+        found = lasting(reports, type(self.controller.queue))
+        self.waits = self.named("; ".join(found.values())) if found else ""
+        for reason, text in found.items():
+            self.controller.warn(f"waits {reason.partition(',')[0]} {self.name}", self.named(text))
+
+    def act(self) -> None:
+        """Submit, cancel and retire what `plan` says, and cancel what should have ended by now."""
+        now = time.time()
+        actions = plan(
+            self.wanted,
+            self.jobs,
+            self._history,
+            closable=self._closable(),
+            now=now,
+            policy=self.policy,
+        )
+        if actions.failure is not None and self.failure is None and not self._failing:
+            self._failing = True
+            self.controller.spawn(self._give_up(actions.failure))
+        late = [job_id for job_id, since in self._leave_by.items() if now > since]
+        for job_id in late:
+            del self._leave_by[job_id]
+        # a job that the queue has started again has a life of its own
+        late = [
+            one for one in late if (job := self.jobs.get(one)) and (job.cancelled or job.leaving)
+        ]
+        self.cancel([*actions.cancel, *late])
+        for job_id in actions.retire:
+            self.mark([job_id], leaving=True)
+            self.controller.spawn(self._retire(job_id, self.jobs[job_id].restarts))
+        idle = self.submission is None and self.failure is None
+        if not actions.submit:
+            self._largest, self._retry_s = None, RETRY_S[0]
+            self.controller.clear_warnings(f"limit {self.name}")
+        elif idle and now >= self.retry_at:
+            self.submission = asyncio.create_task(self._submit(actions.submit))
+
+    def _closable(self) -> list[str]:
+        """Return the jobs' ids in the order in which to give them up: idle ones, then others."""
+        counting = self.active()
+        running = [job for job in counting if job.workers]
+        if len(counting) <= self.wanted or not running:
+            return []
+        idle = retire.closable(self.controller.scheduler, self.job_of)
+        order = {job_id: number for number, job_id in enumerate(idle)}
+        running.sort(key=lambda job: (order.get(job.id, len(order)), job.held))
+        return [job.id for job in running]
+
+    async def finish_submission(self) -> None:
+        """Learn at the end which jobs were submitted."""
+        if self.submission is not None:  # its jobs' ids are needed
+            await asyncio.wait([self.submission])
+        async with self.controller.settled:  # a scale() that waits for more jobs
+            self.controller.settled.notify_all()
+        if self._unanswered:
+            with contextlib.suppress(QueueError):
+                await self._adopt(self.jobs)
+
+    # Submitting
+
+    async def _submit(self, count: int) -> None:
+        """Submit up to so many jobs with one command; the next step finds what is missing then."""
+        try:
+            await self._submit_once(count)
+        except QueueError as error:
+            if error.for_now or isinstance(error, NotHere):
+                self._largest = None
+                self.retry_at = time.time() + self._retry_s
+                self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+            if error.for_now and not (self._waiting_users and isinstance(error, NoAnswer)):
+                there = f"{len(self.active())} of {self.wanted} jobs are there"
+                text = f"{self.named(error)}. {there}; trying again later"
+                self.controller.warn(f"limit {self.name}", text)
+            else:
+                queue, folder = self.controller.queue, self.controller.folder
+                error.args = (messages.no_submission(error, queue, folder),)
+                self._fail(error)
+        except Exception as error:  # such as a full disk: say it rather than try for ever
+            self._fail(QueueError(f"cannot submit: {type(error).__name__}: {error}"))
+        finally:
+            self.submission = None
+            self.controller.wake()
+
+    async def _submit_once(self, count: int) -> None:
+        queue, folder = self.controller.queue, self.controller.folder
+        try:
+            if self._unanswered:
+                await self._adopt(self.jobs)
+            largest = self._largest or max(1, await queue.limit())
+        except QueueError as error:
+            if error.for_now or isinstance(error, NotHere):
+                raise
+            raise NoAnswer(str(error)) from error
+        # the shared file system may be slow
+        submission = await asyncio.to_thread(folder.new_submission, self.name)
+        before, count = set(self.jobs), min(count, largest, self.wanted - len(self.active()))
+        if count <= 0 or self.controller.closing:
+            return
+        try:
+            ids = await queue.submit(str(submission.script), count)
+        except Refused as error:
+            if not error.fewer or count == 1:
+                raise
+            self._largest = count // 2
+        except QueueError:
+            self._unanswered = True
+            with contextlib.suppress(QueueError):
+                if await self._adopt(before) >= count:
+                    return
+            raise
+        else:
+            self.enter(ids)
+            await asyncio.to_thread(submission.record, ids)
+
+    async def _adopt(self, known: Collection[str]) -> int:
+        """Add the jobs that a command without an answer made, and return their number.
+
+        Raises QueueError when the queue does not say.
+        """
+        tagged = await self.controller.queue.tagged()
+        mine = [job_id for job_id, tag in tagged.items() if tag == f"hpcdask:{self.prefix}"]
+        if found := [job_id for job_id in mine if job_id not in known]:
+            folder = self.controller.folder
+            await asyncio.to_thread(lambda: folder.new_submission(self.name).record(found))
+            self.enter(found)
+        return len(found)
+
+    async def _give_up(self, failure: Failure) -> None:
+        """Fail with what the last job wrote, unless the history is another one by then."""
+        history, limit_s = self._history, self.policy.start_timeout_s
+        error = await self.controller.read(messages.jobs_failed, failure, limit_s)
+        self._failing = False
+        if history is self._history:
+            self._fail(error)
+        self.controller.wake()
+
+    def named(self, error: HpcdaskError | str) -> str:
+        """Return a text with the group's name, if it has one."""
+        return f"group {self.name}: {error}" if self.name else str(error)
+
+    def _fail(self, error: HpcdaskError) -> None:
+        if self.controller.closing:  # such as threads that have ended with the program
+            return
+        error.args = (self.named(error),)
+        self.failure = error
+        if not self._waiting_users:  # they are told by the exception
+            self.controller.say(messages.stopped(error))
+
+    # Ending
+
+    def cancel(self, ids: Collection[str]) -> None:
+        """Cancel jobs, and again later while the queue still shows them or does not answer."""
+        jobs = self.jobs
+        ids = [
+            job_id
+            for job_id in dict.fromkeys(ids)
+            if job_id in jobs
+            and (jobs[job_id].state not in OVER or jobs[job_id].missed)  # it might still be there
+        ]
+        if ids:
+            self.mark(ids, cancelled=True)
+            self.controller.spawn(self._cancel(ids))
+
+    async def _cancel(self, ids: Collection[str]) -> None:
+        try:
+            await self.controller.queue.cancel(ids)
+            self.controller.clear_warnings("cancel")
+        except Exception as error:  # whatever it is, the jobs must not stay
+            self.controller.warn("cancel", str(error))
+        self._leave_by |= dict.fromkeys(ids, time.time() + LEAVE_S)
+
+    async def _retire(self, job_id: str, life: int) -> None:
+        """Make a job's workers hand over what they hold, then end the job."""
+        try:
+            await self._hand_over(job_id, life)
+            self.controller.clear_warnings("retire")
+        except Exception as error:  # a job must not stay for ever as one that leaves
+            self.controller.warn(
+                "retire",
+                f"job {job_id} cannot hand over what it holds, and is asked again: "
+                f"{root_cause(error)}",
+            )
+            self.mark([job_id], leaving=False)
+
+    def _leaving(self, job_id: str, life: int) -> Job | None:
+        """Return the job while it leaves and has workers, unless the queue starts it again."""
+        job = self.jobs.get(job_id)
+        leaving = job and job.leaving and job.restarts == life and job.state not in OVER
+        return job if leaving and job and job.workers else None
+
+    async def _hand_over(self, job_id: str, life: int) -> None:
+        scheduler = self.controller.scheduler
+        while job := self._leaving(job_id, life):
+            last = self._last_moment(job)
+            left = last - time.time()
+            if left <= 0:
+                self.controller.say(
+                    f"job {job.id} reaches its walltime and nobody could take over in time: what "
+                    f"it holds or runs is computed again"
+                )
+                await retire.force_out(scheduler, job.workers, reason="walltime", expected=False)
+                break
+            deadline_s = left if job.expiring else min(left, ATTEMPT_S)
+            if await retire.retire(scheduler, job.workers, deadline_s=deadline_s) >= job.workers:
+                break
+            if not job.expiring:
+                if len(self.active()) < self.wanted:  # there is work for it again
+                    self.mark([job_id], leaving=False)
+                    self.controller.wake()
+                    return
+                if self.emptied and not any(one.workers for one in self.active()):
+                    await retire.force_out(scheduler, job.workers, reason="scaled-to-0")
+                    break
+            # until somebody can take what it holds
+            await asyncio.sleep(min(1.0, max(0.0, last - time.time())))
+        self._leave_by[job_id] = time.time() + LEAVE_S
+
+    def _last_moment(self, job: Job) -> float:
+        """Return the unix time at which to give the job up, a little before the queue kills it."""
+        end = ends_at(job, self.policy)
+        early = min(LAST_MOMENT_S, LAST_PART * margin_s(job, self.policy))
+        return math.inf if end is None else end - early

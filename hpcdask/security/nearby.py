@@ -1,0 +1,187 @@
+"""TLS of a cluster, which processes of one user on one host do without.
+
+The kernel keeps them apart from others as well as TLS does, and a Unix socket needs no encryption.
+Beside each TLS port its owner listens on a Unix socket in a folder of mode 0700, and both ends ask
+the kernel who the other is. Where anything is amiss, the connection is TLS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import socket
+import ssl
+import struct
+import time
+from glob import glob
+from typing import Any
+
+from distributed import Security
+from distributed.comm import tcp
+from tornado import netutil
+from tornado.ioloop import IOLoop
+from tornado.iostream import IOStream
+
+from hpcdask.upstream.tls import Socket, serve_tls_by
+
+from . import private
+
+logger = logging.getLogger("distributed.hpcdask.nearby")
+
+FOLDER = "sockets"
+#: What a listener says first.
+GREETING = b"hpcdask\n"
+#: Seconds after which a socket that nobody listens on is left over, not about to be used.
+STALE_S = 60.0
+#: Connections that the kernel accepts ahead; its own limit may be lower.
+BACKLOG = 4096
+
+
+class NearbySecurity(Security):
+    """Credentials of a cluster whose processes on one host talk over Unix sockets."""
+
+    @classmethod
+    def of(cls, other: Security) -> NearbySecurity:
+        """Return the same credentials as `NearbySecurity`."""
+        made = cls()
+        for name in Security.__slots__:
+            setattr(made, name, getattr(other, name))
+        return made
+
+    def get_connection_args(self, role: str) -> dict[str, Any]:
+        return _prepared(super().get_connection_args(role))
+
+    def get_listen_args(self, role: str) -> dict[str, Any]:
+        return _prepared(super().get_listen_args(role))
+
+
+def _prepared(arguments: dict[str, Any]) -> dict[str, Any]:
+    if (context := arguments["ssl_context"]) is not None:
+        context.sslsocket_class = Socket
+        context.cluster = b"".join(context.get_ca_certs(binary_form=True))
+        _use_sockets()
+    return arguments
+
+
+def _prefix() -> str:
+    """Return the start of the names of this network namespace, which has its own addresses."""
+    return f"{private.node_folder(FOLDER)}/{os.stat('/proc/self/ns/net').st_ino}-"
+
+
+def socket_path(address: str, context: ssl.SSLContext) -> str:
+    """Return the path of the Unix socket beside a TLS port of a cluster. Raises OSError."""
+    known = address.encode() + getattr(context, "cluster", b"")
+    return _prefix() + hashlib.sha256(known).hexdigest()[:32]
+
+
+class _Socket(socket.socket):
+    """Unix socket that distributed treats like TCP."""
+
+    def setsockopt(self, level: int, *args: Any) -> None:
+        """Set an option, unless it is TCP's own."""
+        if level != socket.SOL_TCP:
+            super().setsockopt(level, *args)
+
+
+class NearbyComm(tcp.TCP):
+    """Connection to a process of this user on this host."""
+
+    def __init__(self, stream: IOStream, address: str, deserialize: bool) -> None:
+        super().__init__(stream, address, address, deserialize)  # on one host by its name, too
+
+
+def _to_stream(sock: socket.socket) -> IOStream:
+    """Return the stream of a connection. Raises NotPrivate if another user has its other end."""
+    own = _Socket(fileno=sock.detach())
+    _, user, _ = struct.unpack("3i", own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.geteuid():
+        own.close()
+        raise private.NotPrivate("another user's process is at its other end")
+    return IOStream(own, max_buffer_size=tcp.MAX_BUFFER_SIZE)
+
+
+class _Connector(tcp.TLSConnector):
+    async def connect(
+        self, address: str, deserialize: bool = True, **connection_args: Any
+    ) -> tcp.TCP:
+        """Connect to a process of this host by its Unix socket, to others by TLS."""
+        context: Any = connection_args.get("ssl_context")
+        if hasattr(context, "cluster"):
+            with contextlib.suppress(OSError):
+                stream = await _connect_to(socket_path(address, context))
+                return NearbyComm(stream, self.prefix + address, deserialize)
+        far: Any = super()
+        comm: tcp.TCP = await far.connect(address, deserialize, **connection_args)
+        return comm
+
+
+async def _connect_to(path: str) -> IOStream:
+    """Connect to a Unix socket whose owner answers."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.setblocking(False)
+        sock.connect(path)  # done at once, or refused
+        stream = _to_stream(sock)
+    try:
+        await stream.read_bytes(len(GREETING))  # a hanging process is to time out here
+    except BaseException:
+        stream.close()
+        raise
+    return stream
+
+
+class _Listener(tcp.TLSListener):
+    async def start(self) -> None:
+        """Listen on TLS, and on a Unix socket where one can be made."""
+        own: Any = super()
+        await own.start()
+        self._nearby = contextlib.ExitStack()
+        if hasattr(context := self.server_args["ssl_options"], "cluster"):
+            try:
+                path = socket_path(self.contact_address.removeprefix(self.prefix), context)
+                _remove_stale()
+                sock = netutil.bind_unix_socket(path, backlog=BACKLOG)
+            except OSError as error:
+                logger.info("%s takes no connections but TLS: %s", self.contact_address, error)
+                return
+            serve = functools.partial(IOLoop.current().add_callback, self._serve)
+            self._nearby.callback(private.remove, path)
+            self._nearby.enter_context(sock)
+            self._nearby.callback(netutil.add_accept_handler(sock, lambda taken, _: serve(taken)))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        try:
+            stream = _to_stream(connection)
+            stream.write(GREETING)
+            comm = NearbyComm(stream, self.contact_address, self.deserialize)
+            comm.allow_offload = self.allow_offload
+            await self.on_connection(comm)
+        except OSError as error:
+            logger.info("refused a connection to %s: %s", self.contact_address, error)
+        else:
+            await self.comm_handler(comm)
+
+    def stop(self) -> None:
+        """Stop listening."""
+        self._nearby.close()
+        own: Any = super()
+        own.stop()
+
+
+def _remove_stale() -> None:
+    """Remove sockets of processes that were killed."""
+    made_before = time.time() - STALE_S
+    with contextlib.suppress(OSError):
+        old = [path for path in glob(f"{_prefix()}*") if os.stat(path).st_mtime < made_before]
+        with open("/proc/net/unix") as file:
+            bound = {line.split()[-1] for line in file}
+        for path in set(old) - bound:
+            os.unlink(path)
+
+
+@functools.cache
+def _use_sockets() -> None:
+    """Make the tls:// comms of this process look for Unix sockets first."""
+    serve_tls_by(_Connector, _Listener)

@@ -1,0 +1,106 @@
+"""Data goes straight between the program and the workers, where it can reach them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from launching import unavailable
+from running import PROGRAMS, Site
+
+pytestmark = pytest.mark.mpi
+
+
+def result_in(text: str) -> dict:
+    (line,) = [one for one in text.splitlines() if one.startswith("result ")]
+    return json.loads(line.removeprefix("result "))
+
+
+def test_data_does_not_go_through_the_scheduler_and_survives_a_worker(site: Site):
+    ended = site.run("moves_data.py", timeout=120)
+    assert ended.code == 0, str(ended)
+    result = result_in(ended.out)
+    assert result["same"]
+    assert result["direct"]
+    assert result["sums"] == [3_000_000.0 * sum(range(8))] * 2
+    assert result["grown"] < result["moved"] / 10, result
+
+
+@pytest.mark.parametrize("choice", ["False", "True"])
+def test_the_user_s_choice_of_the_way_stands(site: Site, choice: str):
+    program = site.folder / "program.py"
+    program.write_text(
+        "from distributed import Client\n"
+        "client = Client()\n"
+        "print(client.direct_to_workers, client.submit(abs, -1).result())\n"
+    )
+    env = {"DASK_DISTRIBUTED__CLIENT__DIRECT_TO_WORKERS": choice}
+    ended = site.run(program, env=env)
+    assert ended.code == 0, str(ended)
+    assert ended.out.split() == [choice, "1"]
+
+
+@contextmanager
+def way_out(folder: Path, address: str) -> Iterator[str]:
+    """The path of a Unix socket that leads to an address, from any network."""
+    target = urlsplit(address)
+    path = str(folder / "tunnel")
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def serve() -> None:
+        while True:
+            try:
+                near, _ = listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection((target.hostname, target.port))
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=pump, args=ends, daemon=True).start()
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        threading.Thread(target=serve, daemon=True).start()
+        try:
+            yield path
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("site", ["alone"], indirect=True)
+def test_a_client_behind_a_tunnel_uses_the_scheduler_and_says_so_once(site: Site):
+    isolated = ["unshare", "--net", "--map-root-user"]
+    if not shutil.which("unshare") or subprocess.run([*isolated, "true"]).returncode:
+        unavailable("no network namespaces")
+    run = site.start("--scheduler-file", "cluster.json", "--device", "cpu")
+    run.line("hpcdask: scheduler at", stream="err", timeout=120)
+    file = site.folder / "cluster.json"
+    address = json.loads(file.read_text())["address"]
+    with way_out(site.folder, address) as path:
+        done = subprocess.run(
+            [*isolated, sys.executable, PROGRAMS / "tunnelled.py", file, path],
+            env=site.launcher.env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 0, done.stderr
+    assert result_in(done.stdout) == {"sum": 3, "direct": None}
+    assert done.stderr.count("hpcdask: results and scattered data go through the scheduler") == 1

@@ -1,0 +1,244 @@
+"""Processes of one user on one host talk over Unix sockets; nobody else gets there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, Scheduler, Security, Worker
+from distributed.comm import Comm, connect
+from distributed.core import Server
+
+from hpcdask.security import private
+from hpcdask.security.credentials import create_credentials, save_credentials, to_security
+from launching import wait_for
+from strangers import UID, as_stranger, root_only
+
+
+@pytest.fixture(scope="module")
+def access() -> Security:
+    return to_security(create_credentials())
+
+
+@contextlib.asynccontextmanager
+async def serving(access: Security, protocol: str = "tls") -> AsyncIterator[Server]:
+    server = Server({"ping": lambda: "pong"})
+    await server.listen(f"{protocol}://127.0.0.1:0", **access.get_listen_args("worker"))
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+@contextlib.asynccontextmanager
+async def dialled(address: str, access: Security, **options: Any) -> AsyncIterator[Comm]:
+    comm = await connect(address, **access.get_connection_args("client"), **options)
+    try:
+        await comm.write({"op": "ping", "reply": True})
+        assert await comm.read() == "pong"
+        yield comm
+    finally:
+        await comm.close()
+
+
+def is_encrypted(comm: Comm) -> bool:
+    return "cipher" in comm.extra_info
+
+
+def socket_of(comm: Comm) -> str:
+    return comm.stream.socket.getpeername()
+
+
+@contextlib.asynccontextmanager
+async def known_socket(access: Security) -> AsyncIterator[tuple[Server, str]]:
+    """A server, and the path of its Unix socket."""
+    async with serving(access) as server, dialled(server.address, access) as comm:
+        yield server, socket_of(comm)
+
+
+def test_a_connection_on_one_host_is_a_unix_socket_that_is_gone_at_the_end(access):
+    async def paths() -> str:
+        async with serving(access) as server, dialled(server.address, access) as comm:
+            assert not is_encrypted(comm)
+            assert comm.same_host
+            path = socket_of(comm)
+            assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
+        return path
+
+    assert not os.path.exists(asyncio.run(paths()))
+
+
+def test_arrays_between_workers_and_a_client_arrive(access):
+    import numpy as np
+
+    async def compute() -> bool:
+        ends = {"host": "127.0.0.1", "security": access, "dashboard": False}
+        async with Scheduler(protocol="tls", port=0, dashboard_address=":0", **ends) as scheduler:
+            workers = [Worker(scheduler.address, name=name, **ends) for name in "ab"]
+            made = Client(scheduler.address, security=access, asynchronous=True)
+            async with workers[0], workers[1], made as client:
+                x = np.random.default_rng().random(2_000_000)
+                there = await client.scatter(x, workers=["a"], direct=True)
+                found = client.submit(np.negative, there, workers=["b"])
+                return bool((await client.gather(found, direct=True) == -x).all())
+
+    assert asyncio.run(compute())
+
+
+@pytest.mark.parametrize("who", ["cluster", "user"])
+def test_others_use_tls(access, who):
+    """Another cluster's keys lead nowhere; distributed's own classes know TLS only."""
+    others = to_security(create_credentials()) if who == "cluster" else Security.temporary()
+
+    async def call() -> bool:
+        async with serving(others) as server:
+            if who == "user":
+                async with dialled(server.address, others) as comm:
+                    return is_encrypted(comm)
+            with pytest.raises(OSError, match=r"(?i)certificate|closed|handshake|ssl"):
+                async with dialled(server.address, access, timeout=3):
+                    pass
+            return True
+
+    assert asyncio.run(call())
+
+
+@root_only
+@pytest.mark.parametrize("folder", ["closed", "open"])
+def test_another_user_of_the_host_is_kept_out(access, folder):
+    """By the folder's mode, and if that is changed by what the kernel says of the other end."""
+
+    async def call() -> None:
+        async with known_socket(access) as (server, path):
+
+            def intrude() -> None:
+                with socket.socket(socket.AF_UNIX) as stranger:
+                    if folder == "closed":
+                        with pytest.raises(PermissionError):
+                            stranger.connect(path)
+                        return
+                    stranger.connect(path)
+                    stranger.settimeout(30)
+                    with contextlib.suppress(ConnectionError):
+                        assert stranger.recv(100) == b""
+
+            if folder == "open":
+                os.chmod(os.path.dirname(path), 0o777)
+                os.chmod(path, 0o777)
+            try:
+                await asyncio.to_thread(as_stranger, intrude)
+            finally:
+                os.chmod(os.path.dirname(path), 0o700)
+            async with dialled(server.address, access) as comm:
+                assert not is_encrypted(comm)
+
+    asyncio.run(call())
+
+
+@root_only
+def test_another_user_s_socket_is_not_believed(access):
+    """Its listener has the user's id of the moment at which it began to listen."""
+
+    async def call() -> bool:
+        async with known_socket(access) as (server, path):
+            os.unlink(path)
+            with socket.socket(socket.AF_UNIX) as foreign:
+                foreign.bind(path)
+                os.seteuid(UID)
+                try:
+                    foreign.listen()
+                finally:
+                    os.seteuid(0)
+                async with dialled(server.address, access) as comm:
+                    return is_encrypted(comm)
+
+    assert asyncio.run(call())
+
+
+@root_only
+def test_a_folder_that_another_user_took_leaves_tls(access, monkeypatch, open_folder: Path):
+    taken = open_folder / "sockets"
+    as_stranger(taken.mkdir)
+    monkeypatch.setattr(private, "node_folder", lambda name: private.make_folder(str(taken)))
+
+    async def call() -> bool:
+        async with serving(access) as server, dialled(server.address, access) as comm:
+            return is_encrypted(comm)
+
+    assert asyncio.run(call())
+
+
+SERVER = """
+import asyncio, sys
+from distributed.core import Server
+from hpcdask.security.credentials import load_credentials, to_security
+
+async def serve():
+    server = Server({"ping": lambda: "pong"})
+    access = to_security(load_credentials(sys.argv[1]))
+    await server.listen("tls://127.0.0.1:0", **access.get_listen_args("worker"))
+    print(server.address, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(serve())
+"""
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Security]]:
+    """A server in a process of its own, its address and its keys."""
+    save_credentials(credentials := create_credentials(), str(tmp_path / "keys"))
+    command = [sys.executable, "-c", SERVER, str(tmp_path / "keys")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            yield server, server.stdout.readline().strip(), to_security(credentials)
+        finally:
+            server.kill()
+
+
+async def ping(address: str, access: Security, **options: Any) -> str:
+    """Return the path of the socket by which a server answered."""
+    async with dialled(address, access, **options) as comm:
+        return socket_of(comm)
+
+
+async def fail_to_ping(address: str, access: Security) -> None:
+    with pytest.raises(OSError, match="Timed out"):
+        await ping(address, access, timeout=1)
+
+
+def test_a_killed_process_leaves_a_socket_that_misleads_nobody_and_goes(process):
+    server, address, access = process
+    path = asyncio.run(ping(address, access))
+    server.kill()
+    server.wait()
+    assert os.path.exists(path)
+    asyncio.run(fail_to_ping(address, access))
+
+    async def listen() -> None:
+        async with serving(access):
+            pass
+
+    asyncio.run(listen())
+    assert os.path.exists(path), "it might be about to be used"
+    os.utime(path, times=(time.time() - 3600,) * 2)
+    asyncio.run(listen())
+    assert not os.path.exists(path)
+
+
+def test_a_process_that_hangs_is_waited_for_as_long_as_was_asked(process):
+    server, address, access = process
+    server.send_signal(signal.SIGSTOP)
+    stat = Path(f"/proc/{server.pid}/stat")
+    wait_for(lambda: stat.read_text().split()[2] == "T", 10, "the process to stop")
+    asyncio.run(asyncio.wait_for(fail_to_ping(address, access), 30))
