@@ -233,8 +233,6 @@ SPEC_FIELDS = frozenset(WorkerSpec.__dataclass_fields__)
 #: Keywords that have a meaning in the process that makes the cluster only, or name one cluster.
 NOT_CONFIGURED = {"n_workers", "groups", "name", "config_name", "detached", "scheduler_job"}
 NOT_CONFIGURED |= {"security", "asynchronous", "loop", "scheduler_cls", "silence_logs"}
-#: What distributed's `Adaptive` takes beside the bounds. It takes other words too, and drops them.
-ADAPTIVE = ("interval", "memory_ratio", "target_duration", "wait_count", "worker_key")
 #: What others call a keyword.
 MEANT = {
     **dict.fromkeys(("gpus", "ngpus", "n_gpus", "num_gpus", "gpus_per_node"), "gpus_per_job"),

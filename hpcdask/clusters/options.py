@@ -36,7 +36,6 @@ from hpcdask.spec.specs import WorkerSpec
 from .configuration import import_job_class, read_section
 from .job import Policy
 from .keywords import (
-    ADAPTIVE,
     NOT_CONFIGURED,
     OWN,
     SPEC_FIELDS,
@@ -397,7 +396,7 @@ def _directives(settings: Mapping[str, Any]) -> list[str]:
 
 def _check_groups(groups: Any, owner: type[JobCluster]) -> None:
     """Raise UsageError if these are no groups, or one has no proper name."""
-    taken = {*ADAPTIVE, *signature(owner.scale).parameters, *signature(owner.adapt).parameters}
+    taken = {*signature(owner.scale).parameters, *signature(owner.adapt).parameters}
     if not isinstance(groups, Mapping) or not groups:
         raise UsageError(f"groups={groups!r} is not a dict of groups: {GROUPS}")
     for name, given in groups.items():

@@ -110,11 +110,6 @@ def fail_waiting(
     return failed
 
 
-def fail_unfinished(scheduler: Scheduler, error: Exception) -> int:
-    """Fail the Dask tasks that wait or run with `error`; return their number."""
-    return fail_waiting(scheduler, error, states=(*WAITING, "processing"))
-
-
 def closable(
     scheduler: Scheduler,
     job_of: Callable[[str], str | None],

@@ -369,17 +369,17 @@ def test_a_cluster_closes_with_its_scheduler(folder: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.count("the scheduler was shut down") == 1
 
 
-def test_one_idle_sample_cancels_nothing(folder: Path):
+def test_one_idle_sample_cancels_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A burst's work comes with pauses, and jobs wait for hours."""
     samples: list[int] = []
 
-    class Sampled(JobAdaptive):
-        async def safe_target(self) -> int:
-            samples.append(len(cluster.jobs()))
-            return 2 if len(samples) % 3 else 0
+    def needed(self: JobAdaptive) -> dict[str, int]:
+        samples.append(len(cluster.jobs()))
+        return {"": 2 if len(samples) % 3 else 0}
 
+    monkeypatch.setattr(JobAdaptive, "needed", needed)
     with make(folder) as cluster:
-        cluster.adapt(minimum=0, maximum=2, interval="50ms", Adaptive=Sampled)
+        cluster.adapt(minimum=0, maximum=2, interval="50ms")
         wait_for(lambda: len(samples) > 12, 30, "four idle samples")
         assert len(cluster.jobs()) == 2
         assert not any(job.cancelled or job.leaving for job in cluster.jobs())

@@ -212,10 +212,13 @@ def test_calls_that_are_not_understood(folder: Path):
     with make(folder) as cluster:
         for call, message in [
             (lambda: cluster.scale(3), r"scale: this cluster has groups, so name them: scale\(gpu"),
-            (lambda: cluster.scale(tpu=1), "scale: no group tpu. There are gpu, cpu"),
+            (
+                lambda: cluster.scale(tpu=1),
+                "scale: no keyword and no group tpu. There are gpu, cpu",
+            ),
             (lambda: cluster.scale(gpu=-1), "scale: gpu=-1 is not a number of workers"),
             (lambda: cluster.adapt(maximum=3), "adapt: this cluster has groups"),
-            (lambda: cluster.adapt(tpu=(0, 1)), "adapt: no group tpu"),
+            (lambda: cluster.adapt(tpu=(0, 1)), "adapt: no keyword and no group tpu"),
             (lambda: cluster.adapt(gpu=3), "adapt: gpu=3 is not a least and a most number"),
             (lambda: cluster.adapt(gpu=(3, 1)), "adapt: the minimum of 3 workers is above"),
         ]:
@@ -223,7 +226,7 @@ def test_calls_that_are_not_understood(folder: Path):
                 call()
         assert cluster.jobs() == ()
     with make(folder, groups=None) as cluster:
-        with pytest.raises(UsageError, match=r"scale: no group gpu\. This cluster"):
+        with pytest.raises(UsageError, match=r"scale: no keyword and no group gpu\. This cluster"):
             cluster.scale(gpu=1)
-        with pytest.raises(UsageError, match="adapt: unknown keyword gpu"):
+        with pytest.raises(UsageError, match="adapt: no keyword and no group gpu"):
             cluster.adapt(gpu=(0, 1))

@@ -93,14 +93,14 @@ def test_a_section_that_is_none(tmp_path: Path, given: Any):
 
 @pytest.mark.parametrize(
     ("keyword", "hint"),
-    [("max", "did you mean maximum? "), ("maximum_workers", "did you mean maximum"), ("x", "")],
+    [("max", "Did you mean maximum? "), ("maximum_workers", "Did you mean maximum"), ("x", "")],
 )
 def test_adapt_takes_no_unknown_words(tmp_path: Path, keyword: str, hint: str):
     """Regression: `adapt(max=2)` scaled without a maximum."""
     keywords = {"device": "cpu", "shared_temp_directory": str(tmp_path)}
     with hpcdask.LocalCUDAJobCluster(**keywords) as cluster:
         with pytest.raises(
-            UsageError, match=f"^adapt: unknown keyword {keyword}: {re.escape(hint)}"
+            UsageError, match=f"^adapt: no keyword and no group {keyword}. {re.escape(hint)}"
         ):
             cluster.adapt(**{keyword: 2})
         adaptive = cluster.adapt(maximum=0, interval="2 s", target_duration=3, wait_count=1)

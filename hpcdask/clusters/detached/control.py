@@ -22,7 +22,8 @@ from typing import Any
 import dask.config
 
 from hpcdask.clusters import classes, retire
-from hpcdask.clusters.messages import FROM_LOGIN_NODE, SHUT_DOWN
+from hpcdask.clusters.controller import SHUT_DOWN
+from hpcdask.clusters.display import FROM_LOGIN_NODE
 from hpcdask.errors import ClusterError, HpcdaskError, UsageError
 from hpcdask.jobs import detached
 from hpcdask.jobs.detached import ENDED, ENDING, RUNNING, SUBMITTED, VERSION, ControlRecord
@@ -96,7 +97,7 @@ class Control:
         except OSError as error:  # a full disk does not keep it from its end
             complain(f"that the cluster ends cannot be noted: {error}")
         ended = ClusterError(f"the cluster {self.request.name} has ended: {why}")
-        if retire.fail_unfinished(self.scheduler, ended):
+        if retire.fail_waiting(self.scheduler, ended, states=(*retire.WAITING, "processing")):
             await asyncio.sleep(TELL_S)
         await self.cluster.begin_to_end()
         detached.mark_ended(self.folder, why)
@@ -182,7 +183,7 @@ class Control:
 
     async def on_scale(self, *args: Any, **keywords: Any) -> None:
         """Set the number of workers; see `JobCluster.scale`."""
-        await self.cluster.scaled(*args, **keywords)
+        await self.cluster.scale(*args, **keywords)
 
     async def on_adapt(self, bounds: dict[str, Any] | None) -> None:
         """Start adaptive scaling, or end it where there are no bounds; the workers stay."""

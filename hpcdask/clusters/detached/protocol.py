@@ -17,11 +17,9 @@ from typing import Any
 from distributed.core import rpc
 
 from hpcdask import errors
-from hpcdask.clusters.display import JobTable
 from hpcdask.clusters.job import Job
 from hpcdask.errors import ClusterError, HpcdaskError, UsageError
 from hpcdask.gpu.monitor import GpuState
-from hpcdask.gpu.table import GpuTable
 from hpcdask.jobs.detached import VERSION
 from hpcdask.jobs.state import JobState
 
@@ -90,14 +88,6 @@ class Status:
     tunnel: str = ""
     problem: str = ""
     adapts: bool = False
-
-    def table(self) -> JobTable:
-        """Return the jobs as a table."""
-        return JobTable(self.jobs, self.problem)
-
-    def gpu_table(self) -> GpuTable:
-        """Return the GPUs of all workers as a table."""
-        return GpuTable(self.gpus)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for `from_json`."""
