@@ -327,23 +327,12 @@ def check_values(settings: Mapping[str, Any], keywords: type) -> None:
         )
     if settings.get("nanny") is False:
         raise UsageError("nanny=False: every worker has a nanny, which restarts it. Leave it out")
-
-
-def check_memory(value: Any) -> None:
-    """Raise UsageError for no amount of a job's memory: no limit, or a number without its unit."""
-    if value is None:
-        return
-    try:
-        amount = parse_memory(value, "memory")
-    except UsageError:
-        amount = None
-    if not amount:
-        raise UsageError(
-            f"memory: {value!r} is not an amount of memory for a job. "
-            f"Accepted: 64GiB, 64GB, 512MiB, 8e9, a number of bytes"
-        )
-    if amount < LEAST_MEMORY_LIMIT and str(value).replace(".", "").isdecimal():
-        raise UsageError(f'memory={value} means {amount:,} bytes: write memory="{value}GiB"')
+    if (memory := settings.get("memory")) is not None:
+        amount = parse_memory(memory, "memory")
+        if not amount:
+            raise UsageError(f"memory={memory!r}: a job needs an amount of memory, such as 64GiB")
+        if amount < LEAST_MEMORY_LIMIT and str(memory).replace(".", "").isdecimal():
+            raise UsageError(f'memory={memory} means {amount:,} bytes: write memory="{memory}GiB"')
 
 
 def number(value: Any, name: str, of: str, least: int = 0) -> int:

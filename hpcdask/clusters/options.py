@@ -7,9 +7,11 @@ its own classes, in which the keywords of hpcdask may stand too (``jobqueue.slur
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 import shlex
+import signal
 import sys
 import warnings
 from collections.abc import Mapping
@@ -29,18 +31,17 @@ from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.helpers import walltime_text
 from hpcdask.queues.registry import queue_class
 from hpcdask.queues.script import check_lines
+from hpcdask.security.credentials import check_configuration
 from hpcdask.security.ports import check_size
 from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT, parse_seconds
 from hpcdask.spec.specs import WorkerSpec
 
-from .configuration import import_job_class, read_section
 from .job import Policy
 from .keywords import (
     NOT_CONFIGURED,
     OWN,
     SPEC_FIELDS,
     SLURMKeywords,
-    check_memory,
     check_names,
     check_values,
     job_keywords,
@@ -58,9 +59,10 @@ NO_ADDRESS = "<scheduler's address>"
 LOOPBACK = "127.0.0.1"
 #: Seconds between two queries of the queue.
 POLL_INTERVAL_S = 5.0
-#: hpcdask's keywords that groups may have; the others are for all groups.
+#: hpcdask's keywords that groups may have, and those of jobs and workers that they may not.
 OF_GROUPS = {"deaths_max", "gpu_type", "gpus_per_job", "n_workers", "nodes_per_job", "protocol"}
 OF_GROUPS |= {"start_timeout"}
+FOR_ALL = {"log_directory", "name", "port_range"}
 #: Stands for the memory that dask-jobqueue wants to know; its line is left out of the script.
 NO_MEMORY = "1GiB"
 #: Lines of shell, which may hold any character.
@@ -94,11 +96,6 @@ class JobOptions:
     def name(self) -> str:
         """Return the job's name."""
         return str(self.job.job_name or "dask-worker")
-
-    @property
-    def walltime_s(self) -> float | None:
-        """Return the walltime in seconds; None where it is unlimited too."""
-        return self.policy.walltime_s
 
     @property
     def on_gpu(self) -> bool:
@@ -196,26 +193,29 @@ class ClusterOptions:
         reader = _Reader(queue_class(owner.queue_name)(), given.pop("config_name", None))
         settings = {**reader.site, **given}
         check_values(settings, owner.keywords)
-        given |= reader.complete(settings)
-        if groups is None:
-            found = {"": reader.read(given)}
+        if reader.queue.is_local:
+            reader.queue, found = _local_queue(settings)
+            given |= found
         else:
-            found = reader.read_groups(groups, given, owner.keywords)
+            reader.queue = type(reader.queue).of_cluster(settings)
+        if groups is None:
+            kinds = {"": reader.read(given)}
+        else:
+            kinds = reader.read_groups(groups, given, owner.keywords)
         logs = settings.get("log_directory")
         poll_s = seconds(settings.get("poll_interval"), "poll_interval")
-        local = reader.queue.is_local
         return cls(
             queue=reader.queue,
-            groups=found,
+            groups=kinds,
             name=given.get("name"),
             poll_interval_s=poll_s or POLL_INTERVAL_S,
             base=settings.get("shared_temp_directory"),
             logs=None if logs is None else str(base_path(logs)),
-            scheduler=_read_scheduler(settings, local=local, on_node=on_node),
+            scheduler=_read_scheduler(settings, local=reader.queue.is_local, on_node=on_node),
             scheduler_cls=given.get("scheduler_cls", Scheduler),
             security=given.get("security"),
             silence_logs=given.get("silence_logs", "error"),
-            port_range=next(iter(found.values())).spec.port_range,
+            port_range=next(iter(kinds.values())).spec.port_range,
         )
 
 
@@ -248,32 +248,23 @@ class _Reader:
             if name not in NOT_CONFIGURED and value not in (None, [], "")
         }
 
-    def complete(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Make the queue by these settings, and return what this machine adds to them."""
-        if not self.queue.is_local:
-            self.queue = type(self.queue).of_cluster(settings)
-            return {}
-        self.queue, found = _local_queue(settings)
-        return found
-
     def read_groups(
         self, groups: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any], keywords: type
     ) -> dict[str, JobOptions]:
         """Read each group; the cluster's keywords hold where a group does not say otherwise."""
-        known = types_of(keywords)
-        of_queue = set(known) - OWN - SPEC_FIELDS - self.of_jobs
-        for_all = of_queue | OWN | {*self.queue.of_all_jobs, "log_directory", "port_range"}
+        known, of_group = types_of(keywords), OF_GROUPS | SPEC_FIELDS | self.of_jobs
+        for_all = set(known) - of_group | FOR_ALL | {*self.queue.of_all_jobs}
         devices = {{**given, **own}.get("device") == "cpu" for own in groups.values()}
         found = {}
         for name, own in groups.items():
             merged = {**given, **{key: value for key, value in own.items() if value is not None}}
             if len(devices) > 1 and merged.get("device") == "cpu" and "protocol" not in own:
                 merged["protocol"] = "tcp"  # what is asked for the GPUs
-            if words := (for_all - OF_GROUPS) & set(own):
-                what = f"group {name}: {', '.join(sorted(words))}"
-                raise UsageError(f"{what} is for all groups: give it to the cluster")
             try:
                 check_names(own, known)
+                if words := for_all & set(own):
+                    what = f"{', '.join(sorted(words))} is for all groups"
+                    raise UsageError(f"{what}: give it to the cluster")
                 check_values(merged, keywords)
                 found[name] = self.read(merged)
             except UsageError as error:
@@ -284,23 +275,38 @@ class _Reader:
         """Read the keywords of a job and its workers."""
         settings = {**self.site, **given}
         nodes = number(settings.get("nodes_per_job", 1), "nodes_per_job", "nodes", least=1)
-        spec = self._worker_spec(given)
+        spec = self._worker_spec(settings, given)
         gpus, in_header = self._gpus(settings, nodes, spec)
         if gpus % nodes:
             raise UsageError(
                 f"gpus_per_job={gpus} cannot be shared evenly by nodes_per_job={nodes}"
             )
-        for name in sorted(self.of_jobs - SHELL):
+        for name in (*sorted(self.of_jobs - SHELL), "gpu_type"):
             check_lines(settings.get(name), name)
-        check_lines(settings.get("gpu_type"), "gpu_type")
         check_lines(self.section.get("name"), "name")
+        # only the job knows its memory if a directive asks for it, and `memory` does not
+        in_directive = self.queue.requests_memory(_directives(settings))
+        learns_memory = "memory" not in settings and in_directive
+        if learns_memory:
+            settings["memory"] = NO_MEMORY
         job = self._make_job(settings, processes=gpus or None)
         workers = gpus or int(job.worker_processes) * nodes
         per_node = workers // nodes
         ucx = spec.protocol == "ucx"
         check_size(spec.port_range, per_node, ucx=ucx, where="per node", option="port_range")
-        memory = None if self._learns_memory(settings) else int(job.worker_memory)
+        share = spec.memory_limit
+        if share is None and not learns_memory:
+            share = int(job.worker_memory) // per_node
+            if share < LEAST_MEMORY_LIMIT:
+                raise UsageError(
+                    f"a job's memory of {int(job.worker_memory):,} bytes is {share:,} for each of "
+                    f"its {per_node} workers on a node, less than an idle worker has: ask for more "
+                    f"memory, or fewer processes"
+                )
+        # on a GPU the worker's own default counts, which is one thread
         on_gpu = bool(gpus) and spec.device != "cpu"
+        threads = None if on_gpu else max(1, int(job.worker_cores) // per_node)
+        nthreads = spec.nthreads or threads
         walltime = timedelta.max  # no limit
         if (limit := settings.get("walltime")) is not None:
             walltime = self.queue.parse_walltime(walltime_text(limit))
@@ -308,7 +314,7 @@ class _Reader:
         deaths = settings.get("deaths_max")
         return JobOptions(
             job=job,
-            spec=_share_of_job(spec, memory, int(job.worker_cores), per_node, on_gpu=on_gpu),
+            spec=dataclasses.replace(spec, memory_limit=share, nthreads=nthreads),
             gpus=gpus,
             gpu_type=settings.get("gpu_type"),
             nodes=nodes,
@@ -323,19 +329,18 @@ class _Reader:
             ),
         )
 
-    def _worker_spec(self, given: Mapping[str, Any]) -> WorkerSpec:
+    def _worker_spec(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> WorkerSpec:
         """Read the workers' specification; `worker_extra_args` overrule the configuration."""
-        extra = _worker_extra_args({**self.site, **given})
-        settings = {
+        found = {
             name: value
-            for some in (self.site, extra, given)
+            for some in (self.site, _worker_extra_args(settings), given)
             for name, value in some.items()
             if name in SPEC_FIELDS - {"name"}  # that of the cluster
         }
-        if "protocol" in settings:
-            protocol = str(settings["protocol"]).removesuffix("://")
-            settings["protocol"] = "tcp" if protocol == "tls" else protocol
-        return WorkerSpec.from_keywords(settings)
+        if "protocol" in found:
+            protocol = str(found["protocol"]).removesuffix("://")
+            found["protocol"] = "tcp" if protocol == "tls" else protocol
+        return WorkerSpec.from_keywords(found)
 
     def _gpus(self, settings: Mapping[str, Any], nodes: int, spec: WorkerSpec) -> tuple[int, bool]:
         """Return the GPUs per job, and whether the user's own directives ask for them already."""
@@ -357,10 +362,6 @@ class _Reader:
             )
         return asked, False
 
-    def _learns_memory(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether only the job knows its memory: a directive asks for it, ``memory`` not."""
-        return "memory" not in settings and self.queue.requests_memory(_directives(settings))
-
     def _make_job(self, settings: Mapping[str, Any], processes: int | None) -> Any:
         """Make dask-jobqueue's Job, without logs and worker's command, which are hpcdask's own."""
         unused = {"log_directory", "interface", "worker_command", "worker_extra_args", "extra"}
@@ -369,9 +370,6 @@ class _Reader:
             keywords["processes"] = processes
         for name in {"cores", "processes"} & keywords.keys():
             keywords[name] = number(keywords[name], name, name, least=1)
-        check_memory(settings.get("memory"))
-        if self._learns_memory(settings):
-            keywords["memory"] = NO_MEMORY
         quiet: dict[str, Any] = {"log-directory": None, "worker-extra-args": [], "extra": None}
         section = {f"jobqueue.{self.config_name}": {**self.section, **quiet}}
         try:
@@ -485,21 +483,52 @@ def _worker_extra_args(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _share_of_job(
-    spec: WorkerSpec, memory: int | None, cores: int, per_node: int, *, on_gpu: bool
-) -> WorkerSpec:
-    """Return the spec with each worker's share of the job's memory and cores, where it has none.
+# dask-jobqueue and its part of Dask's configuration
 
-    On a GPU the worker's own default counts, which is one thread.
+
+def import_jobqueue(module: str) -> Any:
+    """Import a module of dask-jobqueue. Raises UsageError if others may write Dask's configuration.
+
+    The import would replace the handler of SIGINT, and writes a file of configuration.
     """
-    share = spec.memory_limit
-    if share is None and memory is not None:
-        share = memory // per_node
-        if share < LEAST_MEMORY_LIMIT:
-            raise UsageError(
-                f"a job's memory of {memory:,} bytes is {share:,} for each of its {per_node} "
-                f"workers on a node, less than an idle worker has: ask for more memory, or fewer "
-                f"processes"
-            )
-    threads = None if on_gpu else max(1, cores // per_node)
-    return dataclasses.replace(spec, memory_limit=share, nthreads=spec.nthreads or threads)
+    real, mask = signal.signal, os.umask(0o077)
+    signal.signal = lambda *args: None
+    try:
+        found = importlib.import_module(f"dask_jobqueue.{module}")
+        if not dask.config.get(f"jobqueue.{module}.name", None):
+            # imported first inside a block of dask.config.set, whose end took the defaults away
+            importlib.import_module("dask_jobqueue.config").reconfigure()
+    finally:
+        signal.signal = real
+        os.umask(mask)
+    check_configuration()
+    return found
+
+
+def import_job_class(jobqueue: tuple[str, str]) -> Any:
+    """Import a Job class; see `Queue.jobqueue`."""
+    module, name = jobqueue
+    if "." not in name:
+        return getattr(import_jobqueue(module), name)
+    import_jobqueue("core")
+    path, _, name = name.rpartition(".")
+    return getattr(importlib.import_module(path), name)
+
+
+def read_section(jobqueue: tuple[str, str], config_name: str | None = None) -> dict[str, Any]:
+    """Return a system's section of the configuration, or the one of this name.
+
+    What it lacks comes from the system's own section, and from that of the Job class. Raises
+    UsageError if there is no such section.
+    """
+    usual = import_job_class(jobqueue).default_config_name()
+    sections: Mapping[str, Any] = dask.config.get("jobqueue")
+    if config_name is not None and not isinstance(sections.get(config_name), Mapping):
+        raise UsageError(
+            f"config_name={config_name!r}: Dask's configuration has no section "
+            f"jobqueue.{config_name}. It has: {', '.join(sorted(sections))}. A new one needs only "
+            f"what differs from jobqueue.{jobqueue[0]}"
+        )
+    names = dict.fromkeys((usual, jobqueue[0], config_name or usual))
+    found = [sections.get(name) or {} for name in names]
+    return {name.replace("_", "-"): value for one in found for name, value in one.items()}

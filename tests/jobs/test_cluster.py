@@ -454,11 +454,11 @@ def test_a_refusal_is_raised_once_and_shown_by_all_views(
     monkeypatch.setattr(LocalQueue, "submit", refuse)
     with pytest.raises(Refused, match="Invalid account") as error:
         make(folder, n_workers=1)
-    assert len(error.traceback) < 5
+    assert len(error.traceback) < 6
     with make(folder) as cluster:
         with pytest.raises(Refused, match="Invalid account") as error:
             cluster.scale(1)
-        assert len(error.traceback) < 5
+        assert len(error.traceback) < 6
         assert "Invalid account" not in capfd.readouterr().err
         assert "Invalid account" in repr(cluster)
         told = ClusterFolder.open(folder / cluster.id)

@@ -109,7 +109,7 @@ def test_adapt_takes_no_unknown_words(tmp_path: Path, keyword: str, hint: str):
 
 FIRST_IN_A_BLOCK = """
 import dask
-from hpcdask.clusters.configuration import import_jobqueue
+from hpcdask.clusters.options import import_jobqueue
 
 with dask.config.set({"jobqueue.slurm.walltime": "01:00:00"}):
     import_jobqueue("slurm")

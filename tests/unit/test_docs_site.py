@@ -21,8 +21,8 @@ import yaml
 import hpcdask
 from hpcdask import cli
 from hpcdask.bench.command import bench
-from hpcdask.clusters.configuration import import_jobqueue
 from hpcdask.clusters.keywords import job_keywords
+from hpcdask.clusters.options import import_jobqueue
 from hpcdask.runner.options import command, parse
 from hpcdask.spec.specs import RunSpec
 from hpcdask.workloads import genotypes, packing, svd

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcdask.clusters.display import jobs_failed
 from hpcdask.clusters.job import (
     Job,
     Policy,
@@ -19,8 +20,6 @@ from hpcdask.clusters.job import (
     retire_at,
     worker_names,
 )
-from hpcdask.clusters.display import jobs_failed
-
 from hpcdask.clusters.plan import Actions, Failure, History, plan, record
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import JobState

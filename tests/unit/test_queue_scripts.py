@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings, strategies
 
 from doors import TAG, make_job, preamble
-from hpcdask.clusters.configuration import import_jobqueue
 from hpcdask.clusters.keywords import job_keywords
-from hpcdask.clusters.options import JobOptions, read_job_options
+from hpcdask.clusters.options import JobOptions, import_jobqueue, read_job_options
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.registry import queue_class

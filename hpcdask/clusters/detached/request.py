@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import dask.config
 
-from hpcdask.clusters.configuration import read_section
 from hpcdask.clusters.keywords import seconds
-from hpcdask.clusters.options import ClusterOptions, JobOptions, read_job_options
+from hpcdask.clusters.options import ClusterOptions, JobOptions, read_job_options, read_section
 from hpcdask.errors import UsageError
 from hpcdask.jobs.detached import REQUEST, VERSION, control_log, scheduler_tag
 from hpcdask.jobs.folder import ClusterFolder
@@ -142,7 +141,7 @@ def read_request(cls: type[JobCluster], given: Mapping[str, Any]) -> Making:
         cls.queue_name,
         {word: plain(value, f"{word}={value!r}") for word, value in keywords.items()},
         idle,
-        scheduler.walltime_s if scheduler else None,
+        scheduler.policy.walltime_s if scheduler else None,
         plain(dask.config.config, "Dask's configuration, which it needs,"),
     )
     return Making(cluster, request, scheduler)
