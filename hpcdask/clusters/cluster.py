@@ -14,7 +14,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar, Self, cast
 
 from distributed import Scheduler, Security, rpc
@@ -41,6 +41,7 @@ from . import scaling
 from .base import BaseCluster
 from .controller import SHUT_DOWN, Controller
 from .display import JobTable
+from .group import Group
 from .job import Job
 from .keywords import ClusterKeywords, Time, keywords_of_class, seconds
 from .options import ClusterOptions
@@ -120,7 +121,6 @@ class JobCluster(BaseCluster):
             self._say,
             self.options.port_range,
         )
-        self._making: asyncio.Future[ClusterFolder] | None = None
         self._watchdog: watchdog.Watchdog | None = None
         self._ending: asyncio.Future[None] | None = None
         if any(group.n_workers for group in self.groups.values()):
@@ -161,9 +161,7 @@ class JobCluster(BaseCluster):
         with contextlib.suppress(OSError):  # the folder is gone
             if warning := open_folder_warning():
                 self._say(warning)
-        # file systems may be slow; the end waits for it, to leave nothing
-        self._making = asyncio.ensure_future(asyncio.to_thread(self._make_folders))
-        folder = await asyncio.shield(self._making)
+        folder = await asyncio.to_thread(self._make_folders)  # file systems may be slow
         await self._own_scheduler.start()
         access: Any = self.security.get_connection_args("client")
         self.scheduler_comm = rpc(self._own_scheduler.address, connection_args=access)
@@ -223,8 +221,6 @@ class JobCluster(BaseCluster):
 
     async def _end(self) -> None:
         self.status = Status.closing
-        if self._making is not None:
-            await asyncio.wait([self._making])
         if self.controller is not None:
             self.controller.expect_end()
         await self._own_scheduler.close()
@@ -319,28 +315,29 @@ class JobCluster(BaseCluster):
             raise UsageError(SHUT_DOWN if shut_down else "this cluster is closed: make a new one")
         return self.controller
 
+    @property
+    def _groups(self) -> dict[str, Group]:
+        """Return the groups and their jobs; none before the start."""
+        return self.controller.groups if self.controller else {}
+
     def limits(self) -> dict[str, float]:
         """Return how many workers each group may come to have without further ado."""
         adaptive = upstream.adaptive(self)
-        limits: dict[str, float] = {name: len(self.names([name])) for name in self.groups}
+        limits: dict[str, float] = {name: len(one.names()) for name, one in self._groups.items()}
         if adaptive is not None and adaptive.state in ("starting", "running"):
             limits |= {name: most for name, (_, most) in adaptive.bounds.items()}
         return limits
 
     def _most_workers(self) -> float:
         """Return how many workers there may come to be, for gangs."""
-        groups = self.controller.groups if self.controller else {}
         limits = self.limits()
-        return sum(limits[name] for name, group in groups.items() if group.failure is None)
+        return sum(limits[name] for name, one in self._groups.items() if one.failure is None)
 
     def too_few(self, n_workers: int) -> HpcdaskError | None:
         """Return why there will not be so many workers; None if they may come."""
-        groups = self.controller.groups if self.controller else {}
-        failed = [group.failure for group in groups.values() if group.failure is not None]
-        left = self.names(name for name, group in groups.items() if group.failure is None)
-        if failed and (len(failed) == len(groups) or len(left | self.observed) < n_workers):
-            return failed[0]
-        return None
+        working = [one for one in self._groups.values() if one.failure is None]
+        left = {name for group in working for name in group.names()} | self.observed
+        return self.failure if not working or len(left) < n_workers else None
 
     async def _why_not(self, n_workers: int) -> HpcdaskError | None:
         return self.too_few(n_workers)
@@ -419,7 +416,7 @@ class JobCluster(BaseCluster):
     @property
     def plan(self) -> set[str]:
         """Return the names of the workers that are wanted."""
-        return self.names(self.groups)
+        return {name for group in self._groups.values() for name in group.names()}
 
     #: Names of the workers that are asked for.
     requested = plan
@@ -427,14 +424,8 @@ class JobCluster(BaseCluster):
     @property
     def observed(self) -> set[str]:
         """Return the names of the workers that are connected."""
-        groups = self.controller.groups.values() if self.controller else ()
-        connected = (states for group in groups for states in group.connected().values())
+        connected = (states for one in self._groups.values() for states in one.connected().values())
         return {str(ws.name) for states in connected for ws in states}
-
-    def names(self, groups: Iterable[str]) -> set[str]:
-        """Return the names of the workers of these groups that are wanted."""
-        known = self.controller.groups if self.controller else {}
-        return {name for group in groups if group in known for name in known[group].names()}
 
     # What it shows
 

@@ -35,9 +35,8 @@ class ClusterScheduler:
     """Scheduler in the event loop of its cluster; `server` is None before the start.
 
     `options` are its keywords. `asked` is credentials of the user's own, or False for none;
-    otherwise new ones are made. `local` tells whether all workers are on this machine. `address`
-    has a placeholder before the start, `dashboard_link` is empty, and so is `tunnel`, the command
-    that brings the dashboard to the user's machine, where none is needed.
+    otherwise new ones are made. `local` tells whether all workers are on this machine. `tunnel` is
+    the command that brings the dashboard to the user's machine; empty where none is needed.
     """
 
     scheduler_cls: type[Scheduler]
@@ -65,7 +64,8 @@ class ClusterScheduler:
         else:
             keys = create_credentials()
             self.security = to_security(keys)
-        if shared := {name: text for name, text in keys.items() if "scheduler" not in name}:
+        if keys:
+            shared = {name: text for name, text in keys.items() if "scheduler" not in name}
             save_credentials(shared, folder)
 
     async def start(self) -> None:
@@ -101,22 +101,15 @@ class ClusterScheduler:
                 f'reach: name this machine\'s network with scheduler_options={{"interface": "…"}}'
             )
         web: Any = self.server.http_server
-        if web is not None:
-            self._show_dashboard(web.address, web.port, host)
-
-    def _show_dashboard(self, listens: str, port: int, host: str) -> None:
-        """Set the link to the dashboard, and the command that brings it to the user's machine."""
-        host = listens if listens in (LOOPBACK, "::1") else host
+        if web is None:
+            return
+        shown = web.address if web.address in (LOOPBACK, "::1") else host
         try:
-            self.dashboard_link = str(format_dashboard_link(host, port))
-        except KeyError as error:
-            self.dashboard_link = f"http://{host}:{port}/status"
-            self.say(
-                f"warning: distributed.dashboard.link of Dask's configuration names "
-                f"{error.args[0]}, which is not set here, so the plain address is shown"
-            )
-        if not self.local and listens == LOOPBACK:
-            self.tunnel = f"ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}"
+            self.dashboard_link = str(format_dashboard_link(shown, web.port))
+        except KeyError:  # a variable of distributed.dashboard.link is not set here
+            self.dashboard_link = f"http://{shown}:{web.port}/status"
+        if not self.local and web.address == LOOPBACK:
+            self.tunnel = f"ssh -L {web.port}:{LOOPBACK}:{web.port} {socket.gethostname()}"
 
     async def close(self) -> None:
         """Close the scheduler if it was started. Its workers end as well."""
