@@ -10,6 +10,7 @@ from hpcdask.jobs.state import OVER, WAITING, JobReport, JobState
 from hpcdask.queues import job_state
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.spec.job import worker_name
+from hpcdask.spec.records import Record
 
 #: Bytes per second at which results move between workers.
 BANDWIDTH = 1e9
@@ -20,7 +21,7 @@ LOST_AFTER_S = 60.0
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Record):
     """Job, as the cluster knows it. Times are unix times.
 
     A job that the queue starts again under the same id counts as a new job.
@@ -48,6 +49,10 @@ class Job:
     stuck: bool = False  #: the queue failed to start it, and holds it
     overdue: bool = False  #: workers did not connect, return or leave in time, or it is stuck
     group: str = ""  #: group that it belongs to; empty in a cluster without groups
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", JobState(self.state))  # a text in JSON, and a list
+        object.__setattr__(self, "workers", frozenset(self.workers))
 
     @property
     def arrived(self) -> bool:

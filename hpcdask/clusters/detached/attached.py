@@ -24,12 +24,12 @@ from hpcdask.jobs.detached import ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import say
 
-from .process import await_running, end, ended, security_of, start
-from .protocol import ANSWER_S, Status, ask
-from .request import Making, read_request
+from .process import Making, await_running, end, ended, read_request, security_of, start
+from .protocol import Status, ask, to_error
 
-#: Seconds between two requests for a detached cluster's status, and to connect to it.
-LOOK_PAUSE_S, CONNECT_S = 1.0, 10.0
+#: Seconds between two requests for a detached cluster's status, to connect to it, and for an answer
+#: that takes no time.
+LOOK_PAUSE_S, CONNECT_S, ANSWER_S = 1.0, 10.0, 30.0
 #: The pause is so many times as long as a request takes, for clusters of many workers.
 LOOK_SHARE = 20
 #: Seconds that a scheduler's job has to start before an error says why it waits.
@@ -224,7 +224,7 @@ class AttachedCluster(BaseCluster):
     async def _why_not(self, n_workers: int) -> HpcdaskError | None:
         if self._failure is None and self._seen.failure is not None:  # others may do
             await self._ask("status", n_workers=n_workers)
-            return self._seen.too_few
+            return to_error(self._seen.too_few)  # type: ignore[no-any-return]
         return self._failure
 
     # What it shows
@@ -246,7 +246,7 @@ class AttachedCluster(BaseCluster):
 
     @property
     def failure(self) -> HpcdaskError | None:
-        return self._failure or self._seen.failure
+        return self._failure or to_error(self._seen.failure)
 
     @property
     def adapts(self) -> bool:
