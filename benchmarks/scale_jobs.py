@@ -97,7 +97,7 @@ async def measure(jobs: int, place: Path) -> dict[str, float]:
 
     with timed(found, "submit_s"):
         group.want(jobs)
-        await controller.wait_submitted([""])
+        await group.wait_submitted()
     await until(lambda: len(folder.report().jobs) == jobs, "the reports of the jobs")
     ids = group.live()
     with timed(found, "query_s", REPEATS):
@@ -135,7 +135,7 @@ async def measure_workers(
 ) -> None:
     """Let the jobs' workers come, decide again, and shrink to half."""
     group, scheduler = controller.groups[""], controller.scheduler
-    names = [name for job in group for name in worker_names(group.prefix, job)]
+    names = [name for job in group.jobs.values() for name in worker_names(group.prefix, job)]
     jobs, workers = len(names), scheduler.workers
     known = {"scheduler": scheduler.address, "credentials": load_credentials(keys)}
     parts = shares(0, jobs)
@@ -150,7 +150,7 @@ async def measure_workers(
     before = steps.count, steps.seen, steps.seconds
     with timed(found, "join_s"):
         await asyncio.to_thread(companies.do, "workers_join", most=AT_ONCE)
-        await until(lambda: all(job.workers for job in group), "workers to be seen")
+        await until(lambda: all(job.workers for job in group.jobs.values()), "workers to be seen")
     counts = steps.count - before[0], steps.seen - before[1]
     found["join_steps"], found["join_steps_jobs"] = counts
     found["join_steps_s"] = steps.seconds - before[2]

@@ -307,7 +307,8 @@ class JobCluster(BaseCluster):
         for name, n in wishes.items():
             controller.groups[name].reset_failures()
             controller.groups[name].want(n, emptied=not n)
-        await controller.wait_submitted(wishes)
+        for name in wishes:
+            await controller.groups[name].wait_submitted()
 
     def _running(self) -> Controller:
         if self.controller is None or self.status not in (Status.starting, Status.running):

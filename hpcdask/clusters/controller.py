@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from distributed import Scheduler
@@ -50,21 +50,17 @@ class WorkerEvents(SchedulerPlugin):
         self._controller = controller
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """See `SchedulerPlugin.add_worker`."""
         send_at_once(scheduler.stream_comms[worker])
         self._controller.wake()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """See `SchedulerPlugin.remove_worker`."""
         self._controller.wake()
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """See `SchedulerPlugin.log_event`: a nanny's line on its worker's death."""
-        if topic == DIED:
+        if topic == DIED:  # a nanny's line on its worker's death
             say(str(msg))
 
     async def before_close(self) -> None:
-        """See `SchedulerPlugin.before_close`."""
         self._controller.scheduler_closes()
 
 
@@ -140,16 +136,6 @@ class Controller:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def wait_submitted(self, names: Iterable[str]) -> None:
-        """Wait until the wanted jobs of these groups are submitted, or cannot be.
-
-        Raises the error of the first that cannot, once all have been tried.
-        """
-        waits = [self.groups[name].wait_submitted() for name in names]
-        for problem in await asyncio.gather(*waits, return_exceptions=True):
-            if problem is not None:
-                raise problem
 
     def warn(self, subject: str, text: str) -> None:
         """Tell about a state of things once, until `clear_warnings`."""

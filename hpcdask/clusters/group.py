@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,9 +77,6 @@ class Group:
 
     # Its jobs and workers
 
-    def __iter__(self) -> Iterator[Job]:
-        return iter(self.jobs.values())
-
     @property
     def prefix(self) -> str:
         """Return the beginning of the names of the group's workers."""
@@ -105,11 +102,11 @@ class Group:
 
     def live(self) -> list[str]:
         """Return the ids of the jobs that are not over."""
-        return [job.id for job in self if job.state not in OVER]
+        return [job.id for job in self.jobs.values() if job.state not in OVER]
 
     def active(self) -> list[Job]:
         """Return the jobs that are there or asked for, and are to stay."""
-        return [job for job in self if job.counts]
+        return [job for job in self.jobs.values() if job.counts]
 
     def names(self) -> list[str]:
         """Return a name for each worker that is there or asked for, and is to stay."""

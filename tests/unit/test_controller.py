@@ -232,7 +232,7 @@ async def submit(group: Group, count: int) -> list[str]:
     group.want(count)
     try:
         async with asyncio.timeout(60):
-            await group.controller.wait_submitted([""])
+            await group.wait_submitted()
     except QueueError as error:
         return [*group.jobs, type(error).__name__]
     return list(group.jobs)
