@@ -244,6 +244,7 @@ MEANT = {
     **dict.fromkeys(("cpus", "ncpus", "n_cores", "cpus_per_task"), "cores"),
     "partition": "queue",
     "workers": "n_workers",
+    **{name: f'scheduler_options={{"{name}": …}}' for name in ("dashboard_address", "host")},
 }
 
 
@@ -290,25 +291,11 @@ def make_keywords(name: str, job_cls: type, more: Iterable[str]) -> type:
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
     """Raise UsageError unless all of these keywords are known; it names the nearest."""
-    for keyword in ("dashboard_address", "host"):
-        if keyword in given:
-            raise UsageError(
-                f'{keyword} belongs to the scheduler: scheduler_options={{"{keyword}": …}}'
-            )
-    if not (unknown := sorted(set(given) - set(known))):
-        return
-    meant = [MEANT[unknown[0]]] if unknown[0] in MEANT else []
-    hints = meant or difflib.get_close_matches(unknown[0], known, 1)
-    of_jobs = sorted(set(known) - OWN - SPEC_FIELDS)
-    raise UsageError(
-        f"unknown keyword {', '.join(unknown)}: "
-        + (
-            f"did you mean {hints[0]}?"
-            if hints
-            else f"There are those of hpcdask's clusters ({', '.join(sorted(OWN))}), of the "
-            f"workers ({', '.join(sorted(SPEC_FIELDS))}) and of jobs ({', '.join(of_jobs)})"
-        )
-    )
+    if unknown := sorted(set(given) - set(known)):
+        near = difflib.get_close_matches(unknown[0], known, 1) or [""]
+        meant = MEANT.get(unknown[0], near[0])
+        hint = f"did you mean {meant}?" if meant else f"There are {', '.join(sorted(known))}"
+        raise UsageError(f"unknown keyword {', '.join(unknown)}: {hint}")
 
 
 def check_values(settings: Mapping[str, Any], keywords: type) -> None:
@@ -320,13 +307,12 @@ def check_values(settings: Mapping[str, Any], keywords: type) -> None:
         value = settings.get(name)
         if value and isinstance(value, str) and hint in (list[str] | None, dict[str, Any] | None):
             raise UsageError(f"{name}={value!r} is a text: give a list, [{value!r}]")
-    if settings.get("worker_command") not in (None, *get_args(WorkerCommand)):
+    command = settings.get("worker_command") in (None, *get_args(WorkerCommand))
+    if not command or settings.get("nanny") is False:
         raise UsageError(
-            f"worker_command={settings['worker_command']!r}: jobs start hpcdask's own worker, "
-            f"which takes the place of dask_cuda.cli. Leave it out"
+            "worker_command, nanny: jobs start hpcdask's own worker, which takes the place of "
+            "dask_cuda.cli, and every worker has a nanny, which restarts it. Leave them out"
         )
-    if settings.get("nanny") is False:
-        raise UsageError("nanny=False: every worker has a nanny, which restarts it. Leave it out")
     if (memory := settings.get("memory")) is not None:
         amount = parse_memory(memory, "memory")
         if not amount:

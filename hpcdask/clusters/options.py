@@ -21,14 +21,20 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Self
 
 import dask.config
+import psutil
 from distributed import Scheduler, Security
+from distributed.utils import get_ip_interface
 
+from hpcdask.bootstrap.resources import launcher_cores
+from hpcdask.comm.fabric import interfaces
 from hpcdask.errors import UsageError
+from hpcdask.gpu.devices import visible_gpus
 from hpcdask.jobs.folder import base_path
 from hpcdask.logs import say
 from hpcdask.process import umask
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.helpers import walltime_text
+from hpcdask.queues.local import LocalQueue
 from hpcdask.queues.registry import queue_class
 from hpcdask.queues.script import check_lines
 from hpcdask.security.credentials import check_configuration
@@ -67,8 +73,6 @@ FOR_ALL = {"log_directory", "name", "port_range"}
 NO_MEMORY = "1GiB"
 #: Lines of shell, which may hold any character.
 SHELL = frozenset(["job_script_prologue", "env_extra"])
-#: The form of ``groups``.
-GROUPS = '{"gpu": dict(gpus_per_job=1), "cpu": dict(device="cpu")}'
 
 
 @dataclass(frozen=True)
@@ -303,10 +307,9 @@ class _Reader:
                     f"its {per_node} workers on a node, less than an idle worker has: ask for more "
                     f"memory, or fewer processes"
                 )
-        # on a GPU the worker's own default counts, which is one thread
-        on_gpu = bool(gpus) and spec.device != "cpu"
-        threads = None if on_gpu else max(1, int(job.worker_cores) // per_node)
-        nthreads = spec.nthreads or threads
+        nthreads = spec.nthreads
+        if nthreads is None and not (gpus and spec.device != "cpu"):  # on a GPU the default is one
+            nthreads = max(1, int(job.worker_cores) // per_node)
         walltime = timedelta.max  # no limit
         if (limit := settings.get("walltime")) is not None:
             walltime = self.queue.parse_walltime(walltime_text(limit))
@@ -394,29 +397,23 @@ def _directives(settings: Mapping[str, Any]) -> list[str]:
 
 def _check_groups(groups: Any, owner: type[JobCluster]) -> None:
     """Raise UsageError if these are no groups, or one has no proper name."""
+    of_dicts = isinstance(groups, Mapping) and all(isinstance(o, Mapping) for o in groups.values())
+    if not of_dicts or not groups:
+        raise UsageError(
+            f"groups={groups!r} is not a dict of groups, each a dict of keywords, such as "
+            f'{{"gpu": dict(gpus_per_job=1), "cpu": dict(device="cpu")}}'
+        )
     taken = {*signature(owner.scale).parameters, *signature(owner.adapt).parameters}
-    if not isinstance(groups, Mapping) or not groups:
-        raise UsageError(f"groups={groups!r} is not a dict of groups: {GROUPS}")
-    for name, given in groups.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", name):
+    for name in groups:
+        if name in taken or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", str(name)):
             raise UsageError(
-                f"groups: {name!r} is not a name for a group: letters, digits and _, a letter "
-                f"first, 32 at most"
+                f"groups: {name!r} is not a name for a group: a letter, then letters, digits and "
+                f"_, 32 at most, and no keyword of scale or adapt"
             )
-        if name in taken:
-            raise UsageError(f"groups: {name} is a keyword of scale or adapt: take another name")
-        if not isinstance(given, Mapping):
-            raise UsageError(f"group {name}: {given!r} is not a dict of keywords: {GROUPS}")
 
 
 def _local_queue(settings: Mapping[str, Any]) -> tuple[Queue, dict[str, Any]]:
     """Return the queue of this machine's processes, and a job's share of the machine."""
-    import psutil
-
-    from hpcdask.bootstrap.resources import launcher_cores
-    from hpcdask.gpu.devices import visible_gpus
-    from hpcdask.queues.local import LocalQueue
-
     found: dict[str, Any] = {}
     device = settings.get("device", "auto")
     gpus = [] if device == "cpu" else [gpu.uuid for gpu in visible_gpus()]
@@ -433,34 +430,27 @@ def _local_queue(settings: Mapping[str, Any]) -> tuple[Queue, dict[str, Any]]:
 
 
 def _read_scheduler(settings: Mapping[str, Any], *, local: bool, on_node: bool) -> dict[str, Any]:
-    """Return the keywords of the scheduler, with the address at which it listens."""
+    """Return the keywords of the scheduler, with the address at which it listens.
+
+    Raises UsageError if this machine lacks its interface, unless it will run `on_node`.
+    """
     chosen = dict(settings.get("scheduler_options", {}))
-    interface = settings.get("interface")
-    if "host" not in chosen:
-        chosen.setdefault("interface", interface)
-        if local and chosen["interface"] is None:
-            chosen["host"] = LOOPBACK
-        if not on_node and chosen["interface"] is not None:
-            what = "interface" if chosen["interface"] == interface else "scheduler_options"
-            _check_interface(chosen["interface"], what)
+    if "host" in chosen:
+        return chosen
+    interface = chosen.setdefault("interface", settings.get("interface"))
+    if local and interface is None:
+        chosen["host"] = LOOPBACK
+    if interface is not None and not on_node:
+        try:
+            get_ip_interface(interface)
+        except ValueError:
+            has = ", ".join(one.name for one in interfaces(every=True))
+            raise UsageError(
+                f"interface: this machine has no interface {interface} with an IPv4 address. It "
+                f"has: {has}. If only the nodes have {interface}, name this machine's: "
+                f'scheduler_options={{"interface": "…"}}'
+            ) from None
     return chosen
-
-
-def _check_interface(interface: str, what: str) -> None:
-    """Raise UsageError unless this machine has this interface."""
-    from distributed.utils import get_ip_interface
-
-    try:
-        get_ip_interface(interface)
-    except ValueError:
-        from hpcdask.comm.fabric import interfaces
-
-        has = ", ".join(one.name for one in interfaces(every=True))
-        raise UsageError(
-            f"{what}: this machine has no interface {interface} with an IPv4 address. It has: "
-            f"{has}. If only the nodes have {interface}, name this machine's: "
-            f'scheduler_options={{"interface": "…"}}'
-        ) from None
 
 
 def _worker_extra_args(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -602,7 +602,7 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path):
         ({"nanny": False}, "every worker has a nanny"),
         ({"worker_extra_args": ["--colour", "red"]}, "worker_extra_args: .*--colour"),
         ({"worker_extra_args": ["--name", "ann"]}, "named after their jobs"),
-        ({"host": "10.0.0.1"}, "belongs to the scheduler: scheduler_options"),
+        ({"host": "10.0.0.1"}, "host: did you mean scheduler_options="),
         ({"cores": 0}, "cores=0"),
         ({"poll_interval": timedelta(0)}, "poll_interval: 0.0 is not a time"),
         (

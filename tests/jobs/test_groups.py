@@ -177,10 +177,10 @@ def test_each_group_follows_the_dask_tasks_that_only_it_can_run(folder: Path):
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({}, "groups={} is not a dict of groups: {"),
-        ({"a-b": {}}, "groups: 'a-b' is not a name for a group: letters"),
-        ({"jobs": {}}, "groups: jobs is a keyword of scale or adapt"),
-        ({"gpu": 3}, "group gpu: 3 is not a dict of keywords"),
+        ({}, "groups={} is not a dict of groups, each"),
+        ({"a-b": {}}, "groups: 'a-b' is not a name for a group: a letter"),
+        ({"jobs": {}}, "groups: 'jobs' is not a name for a group"),
+        ({"gpu": 3}, "groups={'gpu': 3} is not a dict of groups, each a dict of keywords"),
         ({"gpu": {"gpus": 1}}, "group gpu: unknown keyword gpus: did you mean gpus_per_job?"),
         ({"gpu": {"device": "tpu"}}, "group gpu: device: 'tpu' is not one of"),
         ({"gpu": {"poll_interval": 3}}, "group gpu: poll_interval is for all groups"),

@@ -30,7 +30,7 @@ def script(folder: Path, **keywords: Any) -> str:
         ({"partition": "gpu"}, "unknown keyword partition: did you mean queue?"),
         ({"wallltime": "1"}, "unknown keyword wallltime: did you mean walltime?"),
         ({"start_time_out": 1}, "unknown keyword start_time_out: did you mean start_timeout?"),
-        ({"qqq": 1}, "unknown keyword qqq: There are those of hpcdask's clusters ("),
+        ({"qqq": 1}, "unknown keyword qqq: There are account, "),
         ({"device": "gpu"}, "device: 'gpu' is not one of auto, cuda, cpu"),
         ({"memory_limit": "1kB"}, "memory_limit: '1kB' is 1,000 bytes"),
         ({"walltime": 7200}, "walltime=7200 is a number, and queues differ in what that counts: "),

@@ -14,15 +14,17 @@ from distributed.objects import SchedulerInfo
 
 from hpcdask.client.defaults import suiting_devices
 from hpcdask.clusters.base import BaseCluster
+from hpcdask.clusters.classes import class_of
 from hpcdask.clusters.cluster import JobCluster
 from hpcdask.clusters.display import JobTable, age
 from hpcdask.clusters.keywords import seconds
-from hpcdask.errors import HpcdaskError, NoAnswer, UsageError, root_cause
+from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, UsageError, root_cause
 from hpcdask.gpu.table import GpuTable
 from hpcdask.jobs import detached
 from hpcdask.jobs.detached import ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import say
+from hpcdask.queues.registry import systems
 
 from .process import Making, await_running, end, ended, read_request, security_of, start
 from .protocol import Status, ask, to_error
@@ -288,6 +290,8 @@ def attach(
     timeout: float = START_TIMEOUT_S,
     asynchronous: bool = False,
     loop: Any = None,
+    system: str | None = None,
+    **keywords: Any,
 ) -> AttachedCluster:
     """Attach to a detached cluster, which this or another notebook of yours has made.
 
@@ -303,6 +307,10 @@ def attach(
         Use it with ``async with``.
     loop
         Event loop. Default: a new one in a thread.
+    system
+        Queueing system, such as ``"slurm"``, for a cluster that is made if it does not run.
+    **keywords
+        Those of the system's cluster class, for a cluster that is made.
 
     Returns
     -------
@@ -315,8 +323,17 @@ def attach(
         You have no detached cluster of this name, or it has ended, or its scheduler still waits in
         the queue; it does not answer.
     """
-    found = detached.find(name, folder)
-    if found.ended is not None:
+    if system not in (None, *systems()):
+        raise UsageError(f"system={system!r} is not one of {', '.join(systems())}")
+    options: dict[str, Any] = {"asynchronous": asynchronous, "loop": loop}
+    try:
+        found = detached.find(name, folder)
+        if found.ended is None:
+            return AttachedCluster(found, timeout=timeout, **options)
         record = ControlRecord.read(found)
         raise ended(found, record.why if record else "")
-    return AttachedCluster(found, timeout=timeout, asynchronous=asynchronous, loop=loop)
+    except (UsageError, ClusterError):
+        if system is None:
+            raise
+    made: Any = class_of(system)(name=name, detached=True, **options, **keywords)
+    return made  # type: ignore[no-any-return]

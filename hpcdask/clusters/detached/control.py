@@ -250,7 +250,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # this module would be another one for those who import it by its name
-    from hpcdask.clusters.detached import control
-
-    sys.exit(control.main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
