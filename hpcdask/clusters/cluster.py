@@ -100,14 +100,9 @@ class JobCluster(BaseCluster):
         return cast(Self, make(cls, keywords))  # it has the same methods
 
     def __init__(self, n_workers: int = 0, **keywords: Any) -> None:
-        for name in ("scheduler_job", "scheduler_timeout", "idle_timeout"):
-            if keywords.pop(name, None) is not None:
-                raise UsageError(f"{name} is for clusters with detached=True")
-        if keywords.pop("detached", False):
-            raise UsageError(
-                "detached=True: a class with an __init__ of its own cannot be detached, since the "
-                "cluster's process does not know it. Use the class of hpcdask"
-            )
+        for name in ("detached", "scheduler_job", "scheduler_timeout", "idle_timeout"):
+            if keywords.pop(name, None):
+                raise UsageError(f"{name} is for clusters with detached=True, of hpcdask's classes")
         asynchronous, loop = keywords.pop("asynchronous", False), keywords.pop("loop", None)
         self.options = ClusterOptions.read(type(self), {"n_workers": n_workers, **keywords})
         self.queue = self.options.queue
@@ -184,7 +179,8 @@ class JobCluster(BaseCluster):
             over=self._end_by_itself,
         )
         for name, group in self.groups.items():
-            self.controller.add_group(name, group.workers, group.policy, **group.resources)
+            resources = group.spec.all_resources(on_gpu=group.on_gpu)
+            self.controller.add_group(name, group.workers, group.policy, **resources)
         self.controller.start()
         self.scheduler.extensions[MOST_WORKERS] = self._most_workers
         await super()._start()

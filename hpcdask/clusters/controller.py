@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from distributed import Scheduler
@@ -64,6 +65,7 @@ class WorkerEvents(SchedulerPlugin):
         self._controller.scheduler_closes()
 
 
+@dataclass(eq=False)
 class Controller:
     """Control of the jobs of a cluster, which come in groups.
 
@@ -74,30 +76,20 @@ class Controller:
     scheduler.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        queue: Queue,
-        folder: ClusterFolder,
-        *,
-        poll_interval_s: float,
-        say: Callable[[str], None],
-        over: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.scheduler = scheduler
-        self.queue = queue
-        self.folder = folder
-        self.poll_interval_s = poll_interval_s
-        self.say = say
-        self.groups: dict[str, Group] = {}
-        self.closing = False
-        self.settled = asyncio.Condition()
-        self._over = over
-        self._warned: set[str] = set()
-        self._changed = asyncio.Event()
-        self._reporting = asyncio.Event()
-        self._nannies: dict[str, str] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+    scheduler: Scheduler
+    queue: Queue
+    folder: ClusterFolder
+    poll_interval_s: float
+    say: Callable[[str], None]
+    over: Callable[[], None] = lambda: None
+    groups: dict[str, Group] = field(default_factory=dict)
+    closing: bool = False
+    settled: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _warned: set[str] = field(default_factory=set)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _reporting: asyncio.Event = field(default_factory=asyncio.Event)
+    _nannies: dict[str, str] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def add_group(self, name: str, size: int, policy: Policy, **resources: float) -> Group:
         """Add a group of jobs of `size` workers, each of which has these resources."""
@@ -154,7 +146,7 @@ class Controller:
                 group.failure = ClusterError(SHUT_DOWN)
             self.say(f"error: {SHUT_DOWN}")
             self.expect_end()
-            self._over()
+            self.over()
 
     def expect_end(self) -> None:
         """Take the end of a worker or a job for meant from now on."""

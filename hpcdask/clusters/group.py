@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from distributed.scheduler import TaskState, WorkerState
@@ -37,6 +37,7 @@ ATTEMPT_S = 60.0
 LEAVE_S = 15.0
 
 
+@dataclass(eq=False)
 class Group:
     """Group of equal jobs, which fail, end and are limited by themselves.
 
@@ -47,33 +48,25 @@ class Group:
     submission before `retry_at`, in unix time.
     """
 
-    def __init__(
-        self,
-        controller: Controller,
-        name: str,
-        size: int,
-        policy: Policy,
-        resources: Mapping[str, float],
-    ) -> None:
-        self.controller = controller
-        self.name = name
-        self.size = size
-        self.policy = policy
-        self.resources = resources
-        self.jobs: dict[str, Job] = {}
-        self.past: dict[str, Job] = {}
-        self.wanted = 0
-        self.emptied = False
-        self.failure: HpcdaskError | None = None
-        self.waits = ""
-        self.submission: asyncio.Task[None] | None = None
-        self.retry_at = 0.0
-        self._retry_s = RETRY_S[0]
-        self._largest: int | None = None  # jobs of a command that a limit may admit
-        self._unanswered = False  # the queue may have jobs whose ids it did not tell
-        self._history = History()
-        self._failing = False
-        self._waiting_users = 0
+    controller: Controller
+    name: str
+    size: int
+    policy: Policy
+    resources: Mapping[str, float]
+    jobs: dict[str, Job] = field(default_factory=dict)
+    past: dict[str, Job] = field(default_factory=dict)
+    wanted: int = 0
+    emptied: bool = False
+    failure: HpcdaskError | None = None
+    waits: str = ""
+    submission: asyncio.Task[None] | None = None
+    retry_at: float = 0.0
+    _retry_s: float = RETRY_S[0]
+    _largest: int | None = None  # jobs of a command that a limit may admit
+    _unanswered: bool = False  # the queue may have jobs whose ids it did not tell
+    _history: History = field(default_factory=History)
+    _failing: bool = False
+    _waiting_users: int = 0
 
     # Its jobs and workers
 
@@ -366,47 +359,38 @@ class Group:
     async def _retire(self, job_id: str, life: int) -> None:
         """Make a job's workers hand over what they hold, so that the job ends."""
         try:
-            await self._hand_over(job_id, life)
+            while (job := self.jobs.get(job_id)) and job.leaving and job.restarts == life:
+                if not job.workers or job.state in OVER or await self._hand_over(job):
+                    break
             self.controller.clear_warnings("retire")
         except Exception as error:  # a job must not stay for ever as one that leaves
             problem = f"job {job_id} cannot hand over what it holds, and is asked again"
             self.controller.warn("retire", f"{problem}: {root_cause(error)}")
             self.mark([job_id], leaving=False)
 
-    def _leaving(self, job_id: str, life: int) -> Job | None:
-        """Return the job while it leaves and has workers, unless the queue starts it again."""
-        job = self.jobs.get(job_id)
-        leaving = job and job.leaving and job.restarts == life and job.state not in OVER
-        return job if leaving and job and job.workers else None
-
-    async def _hand_over(self, job_id: str, life: int) -> None:
-        scheduler = self.controller.scheduler
-        while job := self._leaving(job_id, life):
-            last = self._last_moment(job)
-            left = last - time.time()
-            if left <= 0:
-                self.controller.say(
-                    f"job {job.id} reaches its walltime and nobody could take over in time: what "
-                    f"it holds or runs is computed again"
-                )
-                await retire.force_out(scheduler, job.workers, reason="walltime", expected=False)
-                return
-            deadline_s = left if job.expiring else min(left, ATTEMPT_S)
-            if await retire.retire(scheduler, job.workers, deadline_s=deadline_s) >= job.workers:
-                return
-            if not job.expiring:
-                if len(self.active()) < self.wanted:  # there is work for it again
-                    self.mark([job_id], leaving=False)
-                    self.controller.wake()
-                    return
-                if self.emptied and not any(one.workers for one in self.active()):
-                    await retire.force_out(scheduler, job.workers, reason="scaled-to-0")
-                    return
-            # until somebody can take what it holds
-            await asyncio.sleep(min(1.0, max(0.0, last - time.time())))
-
-    def _last_moment(self, job: Job) -> float:
-        """Return the unix time at which to give the job up, a little before the queue kills it."""
-        end = ends_at(job, self.policy)
+    async def _hand_over(self, job: Job) -> bool:
+        """Try to make a job's workers hand over, and return whether that is settled."""
+        scheduler, end = self.controller.scheduler, ends_at(job, self.policy)
+        # a little before the queue kills it
         early = min(LAST_MOMENT_S, LAST_PART * margin_s(job, self.policy))
-        return math.inf if end is None else end - early
+        left = math.inf if end is None else end - early - time.time()
+        if left <= 0:
+            self.controller.say(
+                f"job {job.id} reaches its walltime and nobody could take over in time: what it "
+                f"holds or runs is computed again"
+            )
+            await retire.force_out(scheduler, job.workers, reason="walltime", expected=False)
+            return True
+        deadline_s = left if job.expiring else min(left, ATTEMPT_S)
+        if await retire.retire(scheduler, job.workers, deadline_s=deadline_s) >= job.workers:
+            return True
+        if not job.expiring:
+            if len(self.active()) < self.wanted:  # there is work for it again
+                self.mark([job.id], leaving=False)
+                self.controller.wake()
+                return True
+            if self.emptied and not any(one.workers for one in self.active()):
+                await retire.force_out(scheduler, job.workers, reason="scaled-to-0")
+                return True
+        await asyncio.sleep(1.0)  # until somebody can take what it holds
+        return False

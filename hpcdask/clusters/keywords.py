@@ -42,9 +42,7 @@ class OwnKeywords(TypedDict, total=False):
         "Directives of your own that request GPUs count.",
     ]
     gpu_type: Annotated[str | None, 'Type of GPU in the site\'s words, such as ``"h200"``.']
-    nodes_per_job: Annotated[
-        int | None, "Nodes of each job, among which its GPUs are shared evenly. Default: 1."
-    ]
+    nodes_per_job: Annotated[int | None, "Nodes of each job, which share its GPUs. Default: 1."]
     protocol: Annotated[
         Literal[Protocol, "tls", "tls://", "tcp://", "ucx://"] | None,
         'Between workers; all else is tcp. Default: ``"auto"``, ucx where there are fast links.',
@@ -60,24 +58,19 @@ class OwnKeywords(TypedDict, total=False):
     ]
     security: Annotated[
         Security | bool | None,
-        "Credentials. Default: new ones for this cluster (TLS); False for none.",
+        "Credentials. Default: new ones for this cluster (TLS); False: none.",
     ]
     shared_temp_directory: Annotated[
         str | None,
-        "Folder on a file system that the nodes share, for scripts, logs and keys (0700); may have "
-        "variables, such as ``/scratch/$USER``. Default: the variable ``HPCDASK_HOME``, or "
-        "``~/.hpcdask``.",
+        "Folder on a file system that the nodes share, for scripts, logs and keys (0700), such as "
+        "``/scratch/$USER``. Default: the variable ``HPCDASK_HOME``, or ``~/.hpcdask``.",
     ]
     config_name: Annotated[
-        str | None,
-        "Section of the configuration to read instead of the system's own, from which comes what "
-        "it leaves out.",
+        str | None, "Section of the configuration that overrules the system's own."
     ]
     name: Annotated[str | None, "Name of the cluster. Default: a random one."]
     detached: Annotated[
-        bool,
-        "The scheduler and the control of jobs run in a process of their own, which outlives this "
-        "one. Default: False. See `hpcdask.attach`.",
+        bool, "Scheduler and control of jobs outlive this process; see `hpcdask.attach`."
     ]
     scheduler_job: Annotated[
         dict[str, Any] | None,
@@ -101,14 +94,12 @@ class OwnKeywords(TypedDict, total=False):
     ]
     silence_logs: Annotated[
         int | str | bool,
-        "Level below which distributed's messages in this process are left out while the cluster "
-        'lives. Default: ``"error"``; False for none.',
+        "Level of distributed's messages in this process while the cluster lives. Default: "
+        '``"error"``; False for all.',
     ]
     asynchronous: Annotated[bool, "Use it with ``async with``."]
     loop: Annotated[Any, "Event loop. Default: a new one in a thread."]
-    scheduler_cls: Annotated[
-        type[Scheduler], "Class of the scheduler, in place of distributed's own."
-    ]
+    scheduler_cls: Annotated[type[Scheduler], "Class of the scheduler. Default: distributed's."]
 
 
 class ClusterKeywords(OwnKeywords, WorkerKeywords, total=False):
@@ -121,23 +112,17 @@ class ClusterKeywords(OwnKeywords, WorkerKeywords, total=False):
         "``--mem-per-gpu=40G`` takes its place.",
     ]
     job_script_prologue: Annotated[
-        list[str] | None,
-        'Lines of shell before the workers start, such as ``["module load cuda"]``.',
+        list[str] | None, 'Shell lines before the workers start, such as ``["module load cuda"]``.'
     ]
     job_directives_skip: Annotated[
-        list[str] | None,
-        "Directives that contain one of these texts are left out, the request of GPUs too.",
+        list[str] | None, "Texts; directives with one of them are left out, that for GPUs too."
     ]
     job_name: Annotated[str | None, "Name of the jobs in the queue."]
-    processes: Annotated[
-        int | None, "Workers of each job that has no GPUs. Default: by the number of cores."
-    ]
+    processes: Annotated[int | None, "Workers of each job without GPUs. Default: by its cores."]
     worker_extra_args: Annotated[
         list[str] | None, "The workers' options in dask's or dask-cuda's words."
     ]
-    log_directory: Annotated[
-        str | None, "Folder for the jobs' logs. Default: in the cluster's own."
-    ]
+    log_directory: Annotated[str | None, "Folder of the logs. Default: in the cluster's own."]
     python: Annotated[str | None, "Shell words that start Python in a job. Default: this Python."]
     shebang: Annotated[str | None, "First line of the jobs' script."]
     job_extra: Annotated[list[str] | None, "Old name of ``job_extra_directives``."]
@@ -145,10 +130,7 @@ class ClusterKeywords(OwnKeywords, WorkerKeywords, total=False):
     env_extra: Annotated[list[str] | None, "Old name of ``job_script_prologue``."]
     extra: Annotated[list[str] | None, "Old name of ``worker_extra_args``."]
     nanny: Annotated[Literal[True] | None, "Every worker has one."]
-    worker_command: Annotated[
-        WorkerCommand | None,
-        "Jobs start hpcdask's own worker, whatever it is.",
-    ]
+    worker_command: Annotated[WorkerCommand | None, "Jobs start hpcdask's own worker anyway."]
 
 
 class QueueKeywords(ClusterKeywords, total=False):
@@ -156,13 +138,11 @@ class QueueKeywords(ClusterKeywords, total=False):
 
     walltime: Annotated[
         str | None,
-        "In the system's own form. Workers hand over what they hold before it is reached, and the "
+        "In the system's own form. Before it is reached, workers hand over what they hold, and the "
         "job is replaced.",
     ]
     queue: Annotated[str | None, "The queue (SLURM's partition)."]
-    job_extra_directives: Annotated[
-        list[str] | None, "More directives, without what each begins with."
-    ]
+    job_extra_directives: Annotated[list[str] | None, "More directives, without their prefix."]
 
 
 class _Account(TypedDict, total=False):

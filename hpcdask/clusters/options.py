@@ -107,11 +107,6 @@ class JobOptions:
         return bool(self.gpus) and self.spec.device != "cpu"
 
     @property
-    def resources(self) -> dict[str, float]:
-        """Return the resources of each worker."""
-        return self.spec.all_resources(on_gpu=self.on_gpu)
-
-    @property
     def worker_memory(self) -> int:
         """Return the host memory of each worker, in bytes.
 
@@ -123,11 +118,6 @@ class JobOptions:
                 "workers, jobs or cores, or give memory=…"
             )
         return max(1, self.spec.memory_limit or int(self.job.worker_memory))
-
-    @property
-    def worker_threads(self) -> int:
-        """Return the threads of each worker."""
-        return self.spec.nthreads or 1
 
     def request(self, tag: str, folder: str, **more: Any) -> Request:
         """Return the lines that the queue adds to the header."""

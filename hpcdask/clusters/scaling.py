@@ -102,7 +102,7 @@ def _in_workers(job: JobOptions, name: str, value: Any) -> float:
     if unit == "jobs":
         return number(value, name, "jobs") * job.workers
     if unit == "cores":
-        return number(value, name, "cores") / job.worker_threads
+        return number(value, name, "cores") / (job.spec.nthreads or 1)
     return number(value, name, "workers")
 
 
