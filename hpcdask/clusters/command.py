@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import difflib
 import inspect
 import itertools
 import json
@@ -27,6 +26,7 @@ from hpcdask.jobs.state import JobReport
 from hpcdask.logs import complain, plural, say
 from hpcdask.queues.job_state import WAITING
 from hpcdask.queues.registry import queue_class, systems
+from hpcdask.spec.argv import make_command, option_name, read
 from hpcdask.spec.help import folder_option
 from hpcdask.spec.tags import parse_tag
 
@@ -138,24 +138,11 @@ def _job_rows(clusters: Sequence[ClusterRecord]) -> list[Row]:
         if cluster.scheduler is not None:
             made = cluster.folder.created if cluster.folder else None
             reports.insert(0, (JobReport.of_queue(cluster.scheduler, made, ""), "queue", True))
-        rows += [
-            {
-                "cluster": cluster.name,
-                "group": job.group or None,
-                "job": job.id,
-                "state": str(job.state),
-                "reason": job.reason,
-                "told_by": told_by,
-                "workers": job.workers,
-                "scheduler": is_scheduler,
-                "queue": cluster.queue,
-                "since": job.since,
-                "nodes": job.nodes,
-                "lives": cluster.lives,
-                "owner": "the cluster's scheduler" if is_scheduler else _owner(cluster),
-            }
-            for job, told_by, is_scheduler in reports
-        ]
+        for job, told_by, is_scheduler in reports:
+            known = {"cluster": cluster.name, "queue": cluster.queue, "lives": cluster.lives}
+            owner = "the cluster's scheduler" if is_scheduler else _owner(cluster)
+            known |= {"job": job.id, "told_by": told_by, "scheduler": is_scheduler, "owner": owner}
+            rows.append({**known, **job.to_json()})
     return rows
 
 
@@ -386,7 +373,7 @@ def up(name: str, system: str, keywords: tuple[str, ...]) -> None:
     import hpcdask
 
     cls = getattr(hpcdask, systems()[system].cluster)
-    cluster = cls(name=name, detached=True, **_keywords(cls, keywords))
+    cluster = cls(**{**_keywords(cls, keywords), "name": name, "detached": True})
     click.echo(f"{name} runs: {cluster.id}, {cluster.scheduler_address}")
     click.echo(
         f"Next: hpcdask scale {name} N for N workers, hpcdask attach {name} -- program.py, "
@@ -397,20 +384,11 @@ def up(name: str, system: str, keywords: tuple[str, ...]) -> None:
 
 def _keywords(cls: type, words: tuple[str, ...]) -> dict[str, Any]:
     """Return options as the keywords of a class, with values of its types."""
-    known = inspect.signature(cls).parameters
-    found: dict[str, list[str]] = {}
-    rest = list(words)
-    while rest:
-        option, joined, value = rest.pop(0).partition("=")
-        name = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--") or name not in known or name in ("name", "detached"):
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f". Did you mean --{near[0].replace('_', '-')}?" if near else ""
-            raise UsageError(f"hpcdask up: {cls.__name__} has no keyword {option}{hint}")
-        if not (joined or rest):
-            raise UsageError(f"hpcdask up: {option} needs a value")
-        found.setdefault(name, []).append(value if joined else rest.pop(0))
-    return {name: _value(known[name].annotation, values) for name, values in found.items()}
+    known = {name: one.annotation for name, one in inspect.signature(cls).parameters.items()}
+    options = [click.Option([option_name(name)], multiple=True) for name in known if name != "name"]
+    command = make_command("hpcdask up", "", options)
+    given = read(command, words, lambda error: f"hpcdask up: {error.format_message()}")
+    return {name: _value(known[name], list(some)) for name, some in given.items() if some}
 
 
 def _value(annotation: Any, values: list[str]) -> Any:

@@ -25,12 +25,11 @@ DEATHS_WINDOW_S = 3600.0
 
 @dataclass(frozen=True)
 class History:
-    """Record of jobs that went wrong; `failed` and `died` are the last of each kind."""
+    """Record of jobs that went wrong, of which `last` is the last."""
 
     failed_starts: int = 0  # in a row; an arrival makes it 0
-    failed: Job | None = None
     deaths: tuple[float, ...] = ()  # when jobs ended, or were given up, against our will
-    died: Job | None = None
+    last: Job | None = None
 
 
 @dataclass(frozen=True)
@@ -69,14 +68,14 @@ def record(history: History, before: Job, after: Job, now: float) -> History:
     preemption brought about are deaths.
     """
     if after.arrived and not (before.arrived and before.restarts == after.restarts):
-        history = replace(history, failed_starts=0, failed=None)
+        history = replace(history, failed_starts=0)
     given_up = after.overdue and not before.overdue and not after.leaving
     ended = after.state in OVER and before.state not in OVER
     if not given_up and (not ended or _in_order(after, now)):
         return history
-    if not after.arrived and after.state is not JobState.CANCELLED:
-        history = replace(history, failed_starts=history.failed_starts + 1, failed=after)
-    return replace(history, deaths=(*_recent(history, now), now), died=after)
+    failed = history.failed_starts
+    failed += not after.arrived and after.state is not JobState.CANCELLED
+    return History(failed, (*_recent(history, now), now), after)
 
 
 def _in_order(job: Job, now: float) -> bool:
@@ -96,13 +95,11 @@ def _recent(history: History, now: float) -> tuple[float, ...]:
 
 
 def _failure(history: History, wanted: int, now: float, policy: Policy) -> Failure | None:
-    if history.failed and history.failed_starts >= policy.failures_max:
-        return Failure("start", history.failed, history.failed_starts)
     most = max(10, 3 * wanted) if policy.deaths_max is None else policy.deaths_max
     deaths = len(_recent(history, now))
-    if history.died and deaths >= most:
-        return Failure("budget", history.died, deaths)
-    return None
+    if history.last and history.failed_starts >= policy.failures_max:
+        return Failure("start", history.last, history.failed_starts)
+    return Failure("budget", history.last, deaths) if history.last and deaths >= most else None
 
 
 # What to do
