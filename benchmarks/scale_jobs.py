@@ -122,7 +122,6 @@ async def measure(jobs: int, place: Path) -> dict[str, float]:
         with timed(found, "close_s"):
             await controller.close()
         await scheduler.close()
-        scheduler.remove_scratch()
     return found
 
 

@@ -229,7 +229,6 @@ class JobCluster(BaseCluster):
         finally:
             if self._folder is not None:
                 self._folder.remove_keys()
-            self._own_scheduler.remove_scratch()
         await super()._close()
         if self._watchdog is not None:
             self._watchdog.dismiss()

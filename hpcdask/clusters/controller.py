@@ -62,7 +62,14 @@ class WorkerEvents(SchedulerPlugin):
             say(str(msg))
 
     async def before_close(self) -> None:
-        self._controller.scheduler_closes()
+        """End the cluster, since somebody else closes the scheduler, unless the end is meant."""
+        controller = self._controller
+        if not controller.closing:
+            for group in controller.groups.values():
+                group.failure = ClusterError(SHUT_DOWN)
+            controller.say(f"error: {SHUT_DOWN}")
+            controller.expect_end()
+            controller.over()
 
 
 @dataclass(eq=False)
@@ -107,7 +114,8 @@ class Controller:
 
     def jobs(self) -> list[Job]:
         """Return all jobs of all groups, including those that are over."""
-        return [job for group in self.groups.values() for job in group.all_jobs()]
+        both = (some for group in self.groups.values() for some in (group.past, group.jobs))
+        return [job for some in both for job in some.values()]
 
     @property
     def failure(self) -> HpcdaskError | None:
@@ -138,15 +146,6 @@ class Controller:
     def clear_warnings(self, *subjects: str) -> None:
         """Forget these states of things, which are over; without any, all."""
         self._warned.difference_update(subjects or tuple(self._warned))
-
-    def scheduler_closes(self) -> None:
-        """End, since somebody else closes the scheduler, unless the end is meant."""
-        if not self.closing:
-            for group in self.groups.values():
-                group.failure = ClusterError(SHUT_DOWN)
-            self.say(f"error: {SHUT_DOWN}")
-            self.expect_end()
-            self.over()
 
     def expect_end(self) -> None:
         """Take the end of a worker or a job for meant from now on."""

@@ -143,23 +143,12 @@ def _details(title: str, summary: str, table: str) -> str:
 
 
 def job_ended(job: Job, folder: ClusterFolder) -> str:
-    """Return a text on a job that nobody had ended."""
-    code = "" if job.exit_code is None else f", exit code {job.exit_code}"
+    """Return a text on a job that nobody had ended, or that the queue would keep for ever."""
+    what = "is given up, since the queue could not start it" if job.stuck else "has ended"
     reason = f" ({job.reason})" if job.reason else ""
-    return f"job {job.id} has ended: {job.state}{reason}{code}{_log(job, folder)}"
-
-
-def job_stuck(job: Job, folder: ClusterFolder) -> str:
-    """Return a text on a job that the queue would keep for ever."""
-    return (
-        f"job {job.id} is given up, as one that failed: the queue could not start it, and holds it "
-        f"({job.reason}){_log(job, folder)}"
-    )
-
-
-def _log(job: Job, folder: ClusterFolder) -> str:
+    code = "" if job.exit_code is None else f", exit code {job.exit_code}"
     logs = folder.logs_of([job.id])[job.id]
-    return f". Log: {logs[-1]}" if logs else ""
+    return f"job {job.id} {what}: {job.state}{reason}{code}{f'. Log: {logs[-1]}' if logs else ''}"
 
 
 def jobs_failed(failure: Failure, start_timeout_s: float, folder: ClusterFolder) -> JobsFailed:

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from distributed.scheduler import TaskState, WorkerState
 
 from hpcdask.errors import HpcdaskError, NoAnswer, QueueError, Refused, root_cause
-from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import OVER, JobState, lasting
 from hpcdask.queues.job_state import QueueStatus
 from hpcdask.spec.job import parse_worker_name
@@ -74,10 +73,6 @@ class Group:
     def prefix(self) -> str:
         """Return the beginning of the names of the group's workers."""
         return group_id(self.controller.folder.name, self.name)
-
-    def all_jobs(self) -> list[Job]:
-        """Return the jobs, including those that are over."""
-        return [*self.past.values(), *self.jobs.values()]
 
     def enter(self, ids: Collection[str]) -> None:
         """Add jobs that were just submitted."""
@@ -187,23 +182,19 @@ class Group:
                 self._history = record(self._history, before, after, now)
                 meant = closing or after.cancelled or after.leaving
                 fine = meant or after.state is JobState.COMPLETED
-                if ended and before.state not in OVER and not fine:
-                    self._tell(display.job_ended, after)
-                if after.overdue and not before.overdue and after.stuck:
-                    self._tell(display.job_stuck, after)
+                stuck = after.stuck and after.overdue and not before.overdue
+                if stuck or (ended and before.state not in OVER and not fine):
+                    self.controller.spawn(self._tell_end(after))
             # what the queue forgot might come back, until it was cancelled
             if ended and not states and (after.cancelled or not after.missed):
                 self.past[job_id] = self.jobs.pop(job_id)
         if asked and not closing:
             self._warn_of_waiting()
 
-    def _tell(self, text: Callable[[Job, ClusterFolder], str], job: Job) -> None:
-        """Say something about a job that needs a look at its logs, whose disk may be slow."""
-
-        async def tell() -> None:
-            self.controller.say(await asyncio.to_thread(text, job, self.controller.folder))
-
-        self.controller.spawn(tell())
+    async def _tell_end(self, job: Job) -> None:
+        """Say that a job has ended, after a look at its logs, whose disk may be slow."""
+        folder = self.controller.folder
+        self.controller.say(await asyncio.to_thread(display.job_ended, job, folder))
 
     def _warn_of_waiting(self) -> None:
         """Tell once for each reason of jobs to wait that does not end by itself."""

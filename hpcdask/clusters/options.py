@@ -13,7 +13,6 @@ import re
 import shlex
 import signal
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -445,9 +444,6 @@ def _read_scheduler(settings: Mapping[str, Any], *, local: bool, on_node: bool) 
 
 def _worker_extra_args(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Read ``worker_extra_args``, in dask's or dask-cuda's words, as fields of `WorkerSpec`."""
-    if "extra" in settings:
-        text = "extra has been renamed to worker_extra_args, which counts if both are given"
-        warnings.warn(text, FutureWarning, stacklevel=2)
     args = settings.get("worker_extra_args") or settings.get("extra") or []
     words = [word for arg in args for word in shlex.split(str(arg))]
     try:

@@ -112,22 +112,19 @@ class ClusterScheduler:
             self.tunnel = f"ssh -L {web.port}:{LOOPBACK}:{web.port} {socket.gethostname()}"
 
     async def close(self) -> None:
-        """Close the scheduler if it was started. Its workers end as well."""
+        """Close the scheduler if it was started, with its workers, and remove its folder."""
         if self.server is not None and self.server.status != Status.closed:
             await refresh(self.server)
             for line in usage_lines(self.server):
                 self.say(line)
             await self.server.close(reason="the cluster is closed")
+        if self._scratch:
+            private.remove(self._scratch, owner_text())
 
     def make_scratch(self) -> None:
         """Make its folder: distributed's usual one, on sys.path as well, may be another user's."""
         self._scratch = scratch_folder(None, lambda path: None)
         make_observable()
-
-    def remove_scratch(self) -> None:
-        """Remove what the scheduler had on this machine's disk."""
-        if self._scratch:
-            private.remove(self._scratch, owner_text())
 
 
 def _pem(value: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Generator
-from typing import Any, Self
+from collections.abc import Awaitable
+from typing import Any
 
 from distributed import Security
 from distributed.core import Status as State
@@ -50,12 +50,8 @@ class Adapting:
         self._cluster = cluster
         self._request = cluster._request("adapt", cluster._ask, "adapt", bounds)
 
-    async def _settled(self) -> Self:
-        await self._request
-        return self
-
-    def __await__(self) -> Generator[Any, None, Self]:
-        return self._settled().__await__()
+    def __await__(self) -> Any:
+        return self._request.__await__()
 
     def stop(self) -> Any:
         """End adaptive scaling; the workers stay."""
