@@ -332,7 +332,8 @@ class JobCluster(BaseCluster):
     def too_few(self, n_workers: int) -> HpcdaskError | None:
         """Return why there will not be so many workers; None if they may come."""
         working = [one for one in self._groups.values() if one.failure is None]
-        left = {name for group in working for name in group.names()} | self.observed
+        workers = self.scheduler.workers.values() if self.scheduler else ()
+        left = {name for one in working for name in one.names()} | {str(ws.name) for ws in workers}
         return self.failure if not working or len(left) < n_workers else None
 
     async def _why_not(self, n_workers: int) -> HpcdaskError | None:
@@ -416,12 +417,6 @@ class JobCluster(BaseCluster):
 
     #: Names of the workers that are asked for.
     requested = plan
-
-    @property
-    def observed(self) -> set[str]:
-        """Return the names of the workers that are connected."""
-        connected = (states for one in self._groups.values() for states in one.connected().values())
-        return {str(ws.name) for states in connected for ws in states}
 
     # What it shows
 

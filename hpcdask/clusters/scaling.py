@@ -107,18 +107,13 @@ def _in_workers(job: JobOptions, name: str, value: Any) -> float:
 
 
 def _whole_jobs(low: float, high: float, size: int) -> tuple[int, float]:
-    if 0 < high < size:
+    least, most = math.ceil(low / size) * size, high if high == math.inf else high // size * size
+    if least > most or 0 < high < size:
         raise UsageError(
-            f"adapt: the maximum of {high:.3g} workers is less than a job, which has {size}"
+            f"adapt: between a minimum of {low:.3g} and a maximum of {high:.3g} workers there is "
+            f"no whole number of jobs, each of which has {size}"
         )
-    least = math.ceil(low / size) * size
-    most = high if high == math.inf else int(high // size) * size
-    if least > most:
-        whole = f", in whole jobs of {size}" if size > 1 else ""
-        raise UsageError(
-            f"adapt: the minimum of {least} workers is above the maximum of {most:g}{whole}"
-        )
-    return least, most
+    return least, most if most == math.inf else int(most)
 
 
 # What the work needs

@@ -633,7 +633,9 @@ def test_a_comment_of_ones_own_is_replaced_and_told(
 
 def test_bad_numbers_submit_nothing(folder: Path):
     with make(folder) as cluster:
-        with pytest.raises(UsageError, match="minimum of 3 workers is above the maximum of 2"):
+        with pytest.raises(
+            UsageError, match="minimum of 3 and a maximum of 2 workers there is no whole"
+        ):
             cluster.adapt(minimum=3, maximum=2)
         with pytest.raises(UsageError, match="-1 is not a number of workers"):
             cluster.scale(-1)
@@ -648,9 +650,15 @@ def test_adapt_counts_in_whole_jobs_and_forgets_a_bad_option(folder: Path):
         for keywords, message in [
             ({"interval": "soon"}, "interval: 'soon' is not a time"),
             ({"minimum": -1}, "adapt: minimum=-1 is not a number of workers: 0, 1, 2, …"),
-            ({"maximum": 1}, "adapt: the maximum of 1 workers is less than a job, which has 2"),
-            ({"maximum_memory": "1MB"}, "is less than a job, which has 2"),
-            ({"minimum": 3, "maximum": 3}, "minimum of 4 workers is above the maximum of 2, in wh"),
+            (
+                {"maximum": 1},
+                "maximum of 1 workers there is no whole number of jobs, each of which has 2",
+            ),
+            ({"maximum_memory": "1MB"}, "there is no whole number of jobs"),
+            (
+                {"minimum": 3, "maximum": 3},
+                "minimum of 3 and a maximum of 3 workers there is no whole",
+            ),
         ]:
             with pytest.raises(UsageError, match=re.escape(message)):
                 cluster.adapt(**keywords)

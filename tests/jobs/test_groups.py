@@ -220,7 +220,10 @@ def test_calls_that_are_not_understood(folder: Path):
             (lambda: cluster.adapt(maximum=3), "adapt: this cluster has groups"),
             (lambda: cluster.adapt(tpu=(0, 1)), "adapt: no keyword and no group tpu"),
             (lambda: cluster.adapt(gpu=3), "adapt: gpu=3 is not a least and a most number"),
-            (lambda: cluster.adapt(gpu=(3, 1)), "adapt: the minimum of 3 workers is above"),
+            (
+                lambda: cluster.adapt(gpu=(3, 1)),
+                "adapt: between a minimum of 3 and a maximum of 1 workers",
+            ),
         ]:
             with pytest.raises(UsageError, match=message):
                 call()
