@@ -442,7 +442,7 @@ class JobCluster(BaseCluster):
     @property
     def job_name(self) -> str:
         """Return the jobs' name in the queue, or that of the first group's."""
-        return next(iter(self.groups.values())).name
+        return next(iter(self.groups.values())).asked.name
 
     @property
     def workers(self) -> dict[str, Job]:

@@ -78,27 +78,20 @@ SHELL = frozenset(["job_script_prologue", "env_extra"])
 class JobOptions:
     """Description of one job.
 
-    `job` is dask-jobqueue's Job, for header and options only. `gpus` and `workers` are those on all
-    its nodes together; `gpus_in_header` tells whether the user's own directives ask for the GPUs.
-    `python` is shell words of the interpreter, as in dask-jobqueue: sites start Python by a
-    container's command. A cluster, or its group, starts with `n_workers` workers.
+    `job` is dask-jobqueue's Job, for header and options only; `asked` is what it lacks. `gpus` and
+    `workers` are those on all its nodes together. `python` is shell words of the interpreter, as in
+    dask-jobqueue: sites start Python by a container's command. A cluster, or its group, starts with
+    `n_workers` workers.
     """
 
     job: Any
+    asked: Request
     spec: WorkerSpec
     gpus: int
-    gpu_type: str | None
-    nodes: int
-    gpus_in_header: bool
     workers: int
     python: str
     n_workers: int
     policy: Policy
-
-    @property
-    def name(self) -> str:
-        """Return the job's name."""
-        return str(self.job.job_name or "dask-worker")
 
     @property
     def on_gpu(self) -> bool:
@@ -120,15 +113,7 @@ class JobOptions:
 
     def request(self, tag: str, folder: str, **more: Any) -> Request:
         """Return the lines that the queue adds to the header."""
-        return Request(
-            name=self.name,
-            tag=tag,
-            folder=folder,
-            gpus=0 if self.gpus_in_header else self.gpus,
-            gpu_type=self.gpu_type,
-            nodes=self.nodes,
-            **more,
-        )
+        return dataclasses.replace(self.asked, tag=tag, folder=folder, **more)
 
     def script(self, queue: Queue, cluster: str, folder: str, address: str, *, tls: bool) -> str:
         """Return the script of every job of a cluster or of its group, as it is submitted."""
@@ -142,7 +127,7 @@ class JobOptions:
         options = ["-P", "-m", "hpcdask.worker", "--scheduler", address]
         if tls:
             options += ["--keys", os.path.join(folder, "keys")]
-        options += ["--cluster", cluster, "--workers", str(self.workers // self.nodes)]
+        options += ["--cluster", cluster, "--workers", str(self.workers // self.asked.nodes)]
         command = f"exec {self.python} {shlex.join([*options, *self.spec.to_argv()])}"
         return queue.script(self.job, self.request(f"hpcdask:{cluster}", logs), preamble, command)
 
@@ -306,11 +291,14 @@ class _Reader:
         deaths = settings.get("deaths_max")
         return JobOptions(
             job=job,
+            asked=Request(
+                name=str(job.job_name or "dask-worker"),
+                gpus=0 if in_header else gpus,
+                gpu_type=settings.get("gpu_type"),
+                nodes=nodes,
+            ),
             spec=dataclasses.replace(spec, memory_limit=share, nthreads=nthreads),
             gpus=gpus,
-            gpu_type=settings.get("gpu_type"),
-            nodes=nodes,
-            gpus_in_header=in_header,
             workers=workers,
             python=str(settings.get("python") or shlex.quote(sys.executable)),
             n_workers=number(settings.get("n_workers", 0), "n_workers", "workers"),
