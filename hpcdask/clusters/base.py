@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import textwrap
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterable
+from html import escape
 from typing import Any, Self, cast
 
 import dask.config
@@ -21,7 +23,7 @@ from hpcdask.jobs.logs import ClusterLogs
 from hpcdask.logs import complain
 from hpcdask.upstream import distributed as upstream
 
-from .display import JobTable, html, text
+from .display import JobTable
 
 #: Requests under way: the event loop itself holds tasks weakly.
 _requests: set[asyncio.Future[Any]] = set()
@@ -180,10 +182,37 @@ class BaseCluster(Cluster):
         return "\n".join(map(str, found[max(0, len(found) - lines) if lines is not None else 0 :]))
 
     def __repr__(self) -> str:
+        failed = textwrap.shorten(str(self.failure or ""), 100, placeholder=" …")
         link = self.dashboard_link if self.status == Status.running else ""
-        status = text(self.jobs(), self.failure, link, self.tunnel)
-        return f"{', '.join([super().__repr__().removesuffix(')'), *status])})"
+        parts = [
+            super().__repr__().removesuffix(")"),
+            self.jobs().counts(),
+            self.jobs().problem,
+            link and f"dashboard {link}{self.tunnel and f' ({self.tunnel})'}",
+            failed and f"failed: {failed}",
+        ]
+        return f"{', '.join(filter(None, parts))})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
-        status = html(self.jobs(), self.gpus(), self.failure, self.tunnel, self._transport())
-        return str(super()._repr_html_(f"{cluster_status or ''}{status}"))
+        jobs, gpus, failure, parts = self.jobs(), self.gpus(), self.failure, []
+        if failure is not None:
+            # It may end with lines of a log
+            text = f"<strong>Failed:</strong> {escape(str(failure))}"
+            parts.append(f"<div style='color: #b00020; white-space: pre-wrap'>{text}</div>")
+        if jobs.problem:
+            parts.append(f"<strong>{escape(jobs.problem)}</strong>")
+        if self.tunnel:
+            text = "The dashboard listens on this machine only. For a browser on yours:"
+            parts.append(f"{text} <code>{escape(self.tunnel)}</code>")
+        if transport := self._transport():
+            parts.append(f"<strong>Transport:</strong> {escape(transport)}")
+        tables: Any = (("Jobs", jobs.counts() or "all over", jobs), ("GPUs", gpus.summary(), gpus))
+        for title, summary, table in tables:
+            if table:
+                head = f"<summary><strong>{title}:</strong> {escape(summary)}</summary>"
+                parts.append(f"<details>{head}{table._repr_html_()}</details>")
+        # Notebooks put what is in a table to the right
+        rows = "".join(
+            f"<tr><td colspan='2' style='text-align: left'>{part}</td></tr>" for part in parts
+        )
+        return str(super()._repr_html_(f"{cluster_status or ''}{rows}"))

@@ -103,9 +103,7 @@ async def _cluster_row(cluster: ClusterRecord, folder: ClusterFolder) -> Row:
     problem = cluster.problem().partition("\n")[0]  # it may end with a log's lines
     if record is None:
         words = {True: "running", False: "dead", None: "cannot be seen from here"}
-        is_gone = " is gone" if cluster.lives is False else ""
-        process = f"process {folder.owner.pid} on {folder.owner.host}{is_gone}"
-        return _row(folder, None, words[cluster.lives], problem or process, count)
+        return _row(folder, None, words[cluster.lives], problem or _owner(cluster), count)
     state = "dead" if gone and record.state not in (detached.ENDING, ENDED) else record.state
     seen, why = cluster.scheduler, gone or problem
     if not why and seen is not None and seen.state in WAITING:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections.abc import Iterable
-from html import escape
 
 from hpcdask.errors import HpcdaskError, JobsFailed, NotHere
-from hpcdask.gpu.table import GpuTable
 from hpcdask.jobs.detached import scheduler_job
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import OVER, JobState, counts
@@ -87,56 +84,6 @@ def age(seconds: float) -> str:
     """Return hours, minutes and seconds, such as ``1:00:00``."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-# A cluster
-
-
-def text(jobs: JobTable, failure: HpcdaskError | None, link: str, tunnel: str) -> list[str]:
-    """Return the lines that a terminal shows beside distributed's own summary of a cluster."""
-    failed = textwrap.shorten(str(failure), 100, placeholder=" …") if failure else ""
-    parts = [
-        jobs.counts(),
-        jobs.problem,
-        f"dashboard {link}{tunnel and f' ({tunnel})'}" if link else "",
-        f"failed: {failed}" if failed else "",
-    ]
-    return [part for part in parts if part]
-
-
-def html(
-    jobs: JobTable,
-    gpus: GpuTable,
-    failure: HpcdaskError | None,
-    tunnel: str = "",
-    transport: str = "",
-) -> str:
-    """Return the HTML that a notebook shows beside distributed's own summary of a cluster."""
-    parts = []
-    if failure is not None:
-        # It may end with lines of a log
-        text = f"<strong>Failed:</strong> {escape(str(failure))}"
-        parts.append(f"<div style='color: #b00020; white-space: pre-wrap'>{text}</div>")
-    if jobs.problem:
-        parts.append(f"<strong>{escape(jobs.problem)}</strong>")
-    if tunnel:
-        text = "The dashboard listens on this machine only. For a browser on yours:"
-        parts.append(f"{text} <code>{escape(tunnel)}</code>")
-    if transport:
-        parts.append(f"<strong>Transport:</strong> {escape(transport)}")
-    if jobs:
-        parts.append(_details("Jobs", jobs.counts() or "all over", jobs._repr_html_()))
-    if gpus:
-        parts.append(_details("GPUs", gpus.summary(), gpus._repr_html_()))
-    # Notebooks put what is in a table to the right
-    return "".join(
-        f"<tr><td colspan='2' style='text-align: left'>{part}</td></tr>" for part in parts
-    )
-
-
-def _details(title: str, summary: str, table: str) -> str:
-    head = f"<summary><strong>{title}:</strong> {escape(summary)}</summary>"
-    return f"<details>{head}{table}</details>"
 
 
 # Failures
