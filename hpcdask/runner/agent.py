@@ -8,7 +8,8 @@ import re
 import signal
 import socket
 
-from hpcdask.bootstrap.orders import AbortLaunch, Message, MessageStream, Signal
+from hpcdask.bootstrap.orders import AbortLaunch, Message, Signal
+from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.client import scheduler_file
 from hpcdask.errors import HpcdaskError, LaunchError, UsageError
 from hpcdask.logs import complain

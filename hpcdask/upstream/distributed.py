@@ -50,7 +50,7 @@ def prepare_graphs(client: Any, work: Callable[[], Coroutine[Any, Any, None] | N
     """Hold back each graph of a client, and what follows, until `work` is done, if there is any."""
     stream = client.scheduler_comm
     require(SEEN, stream, "send")
-    send, held = stream.send, []
+    send, held = stream.send, list[Any]()
 
     async def wait(preparing: Coroutine[Any, Any, None]) -> None:
         await preparing
