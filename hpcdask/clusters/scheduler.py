@@ -13,7 +13,7 @@ from distributed.comm import get_address_host
 from distributed.core import Status
 from distributed.utils import format_dashboard_link, get_ip
 
-from hpcdask.comm.fabric import only_address
+from hpcdask.comm.fabric import only_address, unreachable
 from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines
 from hpcdask.node.scratch import scratch_folder
 from hpcdask.process import make_observable, owner_text, raise_descriptor_limit
@@ -95,11 +95,9 @@ class ClusterScheduler:
             await self.server
         self.address = self.server.address
         host = get_address_host(self.address)
-        if not self.local and (host.startswith("127.") or host == "::1"):
-            self.say(
-                f"warning: the scheduler listens at {self.address}, which other nodes cannot "
-                f'reach: name this machine\'s network with scheduler_options={{"interface": "…"}}'
-            )
+        remedy = 'scheduler_options={"interface": "…"}'
+        if not self.local and (warning := unreachable(host, remedy)):
+            self.say(warning)
         web: Any = self.server.http_server
         if web is None:
             return
