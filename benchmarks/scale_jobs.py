@@ -23,11 +23,12 @@ from typing import Any
 
 import psutil
 from companies import PATIENCE_S, Companies, shares
-from distributed import Scheduler
 from stand_ins import AT_ONCE
 
+import hpcdask
 from hpcdask.clusters.controller import Controller
 from hpcdask.clusters.job import Policy, worker_names
+from hpcdask.clusters.options import ClusterOptions
 from hpcdask.clusters.scheduler import ClusterScheduler
 from hpcdask.jobs.discovery import survey
 from hpcdask.jobs.folder import ClusterFolder
@@ -83,8 +84,9 @@ async def measure(jobs: int, place: Path) -> dict[str, float]:
     folder = ClusterFolder.create(cluster, "local", base=place)
     asked = {"tag": f"hpcdask:{cluster}", "gpus": 1, "folder": str(place)}
     folder.write_script(f"#!/bin/bash\n{DIRECTIVE}{json.dumps(asked)}\ntrue\n")
-    options = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
-    scheduler = ClusterScheduler(Scheduler, options, None, True, print_aside)
+    keywords = {"device": "cpu", "scheduler_options": {"dashboard_address": "127.0.0.1:0"}}
+    options = ClusterOptions.read(hpcdask.LocalCUDAJobCluster, keywords)
+    scheduler = ClusterScheduler(options, print_aside)
     scheduler.make_scratch()
     scheduler.save_keys(str(folder.keys))
     await scheduler.start()

@@ -108,14 +108,7 @@ class JobCluster(BaseCluster):
         self.queue = self.options.queue
         self.groups = self.options.groups
         self.controller: Controller | None = None
-        self._own_scheduler = ClusterScheduler(
-            self.options.scheduler_cls,
-            self.options.scheduler,
-            self.options.security,
-            self.queue.is_local,
-            self._say,
-            self.options.port_range,
-        )
+        self._own_scheduler = ClusterScheduler(self.options, self._say)
         self._watchdog: watchdog.Watchdog | None = None
         self._ending: asyncio.Future[None] | None = None
         if any(group.n_workers for group in self.groups.values()):
