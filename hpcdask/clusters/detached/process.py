@@ -35,6 +35,7 @@ from hpcdask.jobs.detached import (
 from hpcdask.jobs.folder import ClusterFolder, new_name
 from hpcdask.logs import say
 from hpcdask.process import umask
+from hpcdask.queues.base import Queue
 from hpcdask.queues.registry import queue_class
 from hpcdask.security import private
 from hpcdask.security.credentials import load_credentials, to_security
@@ -139,17 +140,17 @@ def read_request(cls: type[JobCluster], given: Mapping[str, Any]) -> Making:
     Raises UsageError if one is unknown or not understood.
     """
     keywords = {name: value for name, value in given.items() if name not in ONLY_HERE}
-    local = queue_class(cls.queue_name).is_local
-    scheduler_job = keywords.pop("scheduler_job", None if local else {})
+    queue = queue_class(cls.queue_name)()
+    scheduler_job = keywords.pop("scheduler_job", None if queue.is_local else {})
     idle = seconds(keywords.pop("idle_timeout", IDLE_TIMEOUT_S), "idle_timeout")
     if not (name := keywords.pop("name", None)):
         raise UsageError('detached=True: a name is missing, by which you attach: name="…"')
     if keywords.get("security") not in (None, False):
         raise UsageError("detached=True makes its own keys: leave security out")
-    if scheduler_job is not None and local:
+    if scheduler_job is not None and queue.is_local:
         raise UsageError("scheduler_job: this machine's jobs hang on it. Leave it out")
     on_node = scheduler_job is not None
-    section = read_section(queue_class(cls.queue_name).jobqueue, keywords.get("config_name"))
+    section = read_section(queue.jobqueue, keywords.get("config_name"))
     if on_node and keywords.get("scheduler_options") is None:  # interfaces are a login node's
         options = dict(section.get("scheduler-options") or {})
         options.pop("interface", None)
@@ -157,7 +158,7 @@ def read_request(cls: type[JobCluster], given: Mapping[str, Any]) -> Making:
     cluster = ClusterOptions.read(cls, {**keywords, "name": name}, on_node=on_node)
     if on_node or any(group.n_workers for group in cluster.groups.values()):
         cluster.queue.check()
-    scheduler = _scheduler_job(cls, scheduler_job, keywords, section) if on_node else None
+    scheduler = _scheduler_job(queue, scheduler_job, keywords, section) if on_node else None
     request = ControlRequest(
         name,
         cls.queue_name,
@@ -170,13 +171,12 @@ def read_request(cls: type[JobCluster], given: Mapping[str, Any]) -> Making:
 
 
 def _scheduler_job(
-    cls: type[JobCluster],
+    queue: Queue,
     asked: Mapping[str, Any],
     keywords: Mapping[str, Any],
     section: Mapping[str, Any],
 ) -> JobOptions:
     """Read the scheduler's job, in the words of the workers' jobs, from which it has the rest."""
-    queue = queue_class(cls.queue_name)()
     shared = {name: keywords[name] for name in SHARED if name in keywords}
     given = {**USUAL, **shared, **asked, "device": "cpu", "gpus_per_job": 0}
     directives = given.get("job_extra_directives")
