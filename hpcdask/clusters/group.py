@@ -66,6 +66,7 @@ class Group:
     _history: History = field(default_factory=History)
     _failing: bool = False
     _waiting_users: int = 0
+    _decided: bool = True  # what is wanted has been acted upon
 
     # Its jobs and workers
 
@@ -125,6 +126,7 @@ class Group:
     def want(self, n: int, *, emptied: bool = False) -> None:
         """Wish for jobs with this many workers in all."""
         self.wanted, self.emptied = math.ceil(n / self.size), emptied
+        self._decided = False
         self.controller.wake()
 
     def reset_failures(self) -> None:
@@ -142,7 +144,7 @@ class Group:
         controller = self.controller
 
         def settled() -> bool:
-            enough = len(self.active()) >= self.wanted
+            enough = self._decided and len(self.active()) >= self.wanted
             asked = controller.closing or self.retry_at > time.time() or enough
             return self.failure is not None or (asked and self.submission is None)
 
@@ -206,6 +208,7 @@ class Group:
 
     def act(self) -> None:
         """Submit, cancel and retire what `plan` says."""
+        self._decided = True
         actions = plan(
             self.wanted,
             self.jobs,
