@@ -109,7 +109,7 @@ class BaseCluster(Cluster):
         waiting = asyncio.ensure_future(super()._wait_for_workers(n_workers, timeout))
         try:
             while not waiting.done():
-                if (failure := await self._why_not(n_workers)) is not None:
+                if (failure := await self.too_few(n_workers)) is not None:
                     raise failure
                 await asyncio.wait([waiting], timeout=0.1)
             await waiting
@@ -120,7 +120,7 @@ class BaseCluster(Cluster):
             waiting.cancel()
 
     @abstractmethod
-    async def _why_not(self, n_workers: int) -> HpcdaskError | None:
+    async def too_few(self, n_workers: int) -> HpcdaskError | None:
         """Return why there will not be so many workers; None if they may come."""
 
     # What it shows

@@ -322,15 +322,11 @@ class JobCluster(BaseCluster):
         limits = self.limits()
         return sum(limits[name] for name, one in self._groups.items() if one.failure is None)
 
-    def too_few(self, n_workers: int) -> HpcdaskError | None:
-        """Return why there will not be so many workers; None if they may come."""
+    async def too_few(self, n_workers: int) -> HpcdaskError | None:
         working = [one for one in self._groups.values() if one.failure is None]
         workers = self.scheduler.workers.values() if self.scheduler else ()
         left = {name for one in working for name in one.names()} | {str(ws.name) for ws in workers}
         return self.failure if not working or len(left) < n_workers else None
-
-    async def _why_not(self, n_workers: int) -> HpcdaskError | None:
-        return self.too_few(n_workers)
 
     def adapt(  # type: ignore[override]
         self,

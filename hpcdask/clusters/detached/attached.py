@@ -102,7 +102,7 @@ class AttachedCluster(BaseCluster):
         access: Any = self.security.get_connection_args("client")
         # Dask tries for half a minute to connect to a scheduler that is gone
         self.scheduler_comm = rpc(record.address, timeout=CONNECT_S, connection_args=access)
-        await self._ask("status", n_workers=0)
+        await self._ask("status")
         if record.gpus:
             self._exits.enter_context(suiting_devices())
         for callback in self.periodic_callbacks.values():
@@ -173,7 +173,7 @@ class AttachedCluster(BaseCluster):
         while self._failure is None:
             began, pause, problem = time.monotonic(), LOOK_PAUSE_S, ""
             try:
-                await self._ask("status", n_workers=0)
+                await self._ask("status")
                 pause = max(pause, LOOK_SHARE * (time.monotonic() - began))
             except NoAnswer as error:  # such as a network that is away for a while
                 problem = f"{error}; trying again"
@@ -219,7 +219,7 @@ class AttachedCluster(BaseCluster):
         """End adaptive scaling, which any attached notebook may have started."""
         return self._request("adapt", self._ask, "adapt", None)
 
-    async def _why_not(self, n_workers: int) -> HpcdaskError | None:
+    async def too_few(self, n_workers: int) -> HpcdaskError | None:
         if self._failure is None and self._seen.failure is not None:  # others may do
             await self._ask("status", n_workers=n_workers)
             return to_error(self._seen.too_few)  # type: ignore[no-any-return]

@@ -163,7 +163,7 @@ class Control:
                 if self._adaptive is not None and args[0] is None:
                     self._adaptive.stop()
                 self._adaptive = None if args[0] is None else self.cluster.adapt(**args[0])
-            too_few = self.cluster.too_few(keywords["n_workers"]) if name == "status" else None
+            too_few = await self.cluster.too_few(keywords.get("n_workers", 0))
             jobs, lines = self.cluster.jobs(), upstream.logged(self.cluster)
             status = Status(
                 list(jobs),
