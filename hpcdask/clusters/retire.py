@@ -24,14 +24,9 @@ WAITING = ("no-worker", "queued")
 
 
 def ignore_removed(scheduler: Scheduler) -> None:
-    """Ignore requests of workers that the scheduler has just removed.
-
-    A request for where results are, on its way when the worker was removed, breaks in its handler.
-    """
+    """Ignore requests that were on their way when their worker was removed: the handler breaks."""
     name = "request-refresh-who-has"
-    answer = scheduler.stream_handlers.get(name)
-    if answer is None:
-        return
+    answer = scheduler.stream_handlers[name]
 
     def answer_connected(*, worker: str, **request: Any) -> None:
         if worker in scheduler.stream_comms:
@@ -65,8 +60,8 @@ async def force_out(
 ) -> None:
     """Remove workers at once; Dask computes elsewhere what they hold or run.
 
-    Unless the end is `expected`, it counts as a failure of the Dask tasks that run there, so that
-    distributed's ``allowed-failures`` bounds how often a Dask task begins again.
+    An end that is not `expected` counts as a failure of the Dask tasks that run there, which
+    distributed's ``allowed-failures`` bounds.
     """
     stimulus_id = f"hpcdask-force-out-{reason}-{time()}"
     leaving = _workers(scheduler, names)
