@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.scheduler import TaskState, WorkerState
 
-from hpcdask.errors import HpcdaskError, NoAnswer, QueueError, Refused, root_cause
+from hpcdask.errors import HpcdaskError, NoAnswer, NotHere, QueueError, Refused, root_cause
 from hpcdask.jobs.state import OVER, JobState, lasting
 from hpcdask.queues.job_state import QueueStatus
 from hpcdask.spec.job import parse_worker_name
@@ -279,9 +279,14 @@ class Group:
 
     async def _submit_once(self, count: int) -> None:
         queue, folder = self.controller.queue, self.controller.folder
-        if self._unanswered:
-            await self._adopt(self.jobs)
-        largest = self._largest or max(1, await queue.limit())
+        try:
+            if self._unanswered:
+                await self._adopt(self.jobs)
+            largest = self._largest or max(1, await queue.limit())
+        except NotHere:
+            raise
+        except QueueError as error:  # nothing was asked of it yet, so that it may be tried again
+            raise NoAnswer(str(error)) from error
         # the shared file system may be slow
         submission = await asyncio.to_thread(folder.new_submission, self.name)
         before, count = set(self.jobs), min(count, largest, self.wanted - len(self.active()))
