@@ -353,13 +353,11 @@ class JobCluster(BaseCluster):
         Parameters
         ----------
         minimum, maximum
-            Bound in workers. Default: 0, and no maximum.
+            Bounds in workers. Default: 0, and no maximum.
         minimum_jobs, maximum_jobs
-            Bound in jobs.
-        minimum_memory, maximum_memory
-            Bound in host memory of all workers together.
-        minimum_cores, maximum_cores
-            Bound in threads of all workers together.
+            Bounds in jobs.
+        minimum_memory, maximum_memory, minimum_cores, maximum_cores
+            Bounds in host memory and in threads of all workers together.
         interval, wait_count
             Time between two looks (default 1 s), and looks in a row at which a worker is idle
             before it leaves (default 3): their product is the time that idle workers stay.

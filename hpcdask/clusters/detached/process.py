@@ -81,7 +81,7 @@ class ControlRequest:
 
     @classmethod
     def load(cls, folder: ClusterFolder) -> ControlRequest:
-        """Read the request in a folder. Raises UsageError if another release of hpcdask wrote it."""
+        """Read a folder's request. Raises UsageError if another release of hpcdask wrote it."""
         known = json.loads(private.read(str(folder.path / REQUEST)))
         if known["version"] != VERSION:
             raise UsageError(
