@@ -139,7 +139,7 @@ class JobCluster(BaseCluster):
     # Start and end
 
     def take_folder(self, folder: ClusterFolder) -> None:
-        """Live in this folder, which was made for the cluster, and under its name."""
+        """Take a folder that was made for the cluster, and its name."""
         self._folder, self.id = folder, folder.name
 
     async def _start(self) -> None:

@@ -208,10 +208,7 @@ def read_job_options(
 
 
 class _Reader:
-    """Reader of jobs' keywords, with a system's queue, its Job class and its configuration.
-
-    `site` is the configuration by keyword, without what one process or cluster alone may say.
-    """
+    """Reader of jobs' keywords; `site` is those of the configuration."""
 
     def __init__(self, queue: Queue, config_name: str | None = None) -> None:
         self.queue = queue
@@ -407,10 +404,7 @@ def _local_queue(settings: Mapping[str, Any]) -> tuple[Queue, dict[str, Any]]:
 
 
 def _read_scheduler(settings: Mapping[str, Any], *, local: bool, on_node: bool) -> dict[str, Any]:
-    """Return the keywords of the scheduler, with the address at which it listens.
-
-    Raises UsageError if this machine lacks its interface, unless it will run `on_node`.
-    """
+    """Return the scheduler's keywords, with its address; raise UsageError if that is not here."""
     chosen = dict(settings.get("scheduler_options", {}))
     if "host" in chosen:
         return chosen

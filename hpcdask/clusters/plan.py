@@ -141,11 +141,7 @@ def plan(
 
 
 def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> list[Job]:
-    """Return the jobs to end when there are too many: waiting, then starting, then idle ones.
-
-    The last to be submitted goes first. Lost and unknown jobs are left until it is clear what they
-    are.
-    """
+    """Return surplus jobs: waiting, starting, then idle ones, the youngest first; no lost ones."""
     idle = [job for job in reversed(counting) if not job.workers]
     waiting = [job for job in idle if job.state in WAITING]
     starting = [job for job in idle if job.state is JobState.STARTING]

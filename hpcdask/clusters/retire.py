@@ -142,10 +142,7 @@ def _release_waiting(scheduler: Scheduler, ws: WorkerState, stimulus_id: str) ->
 
 
 async def _drain(scheduler: Scheduler, addresses: Collection[str], deadline: float) -> set[str]:
-    """Copy elsewhere what only these workers hold; return those for which that is done.
-
-    They take no new Dask tasks from then on.
-    """
+    """Give workers no new Dask tasks, and copy what only they hold; return those that are done."""
     if not addresses:
         return set()
     retire_workers = type(scheduler).retire_workers
