@@ -1,8 +1,4 @@
-"""A Dask cluster whose workers are jobs of a queueing system.
-
-It inherits from `distributed.deploy.Cluster`, which brings adaptive scaling, the widget and the
-link to the dashboard, and leaves the jobs to a `Controller`.
-"""
+"""A Dask cluster whose workers are jobs of a queueing system, kept by a `Controller`."""
 
 from __future__ import annotations
 

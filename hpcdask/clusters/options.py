@@ -1,7 +1,7 @@
 """Options of a cluster, from the keywords of its class: read and checked once, before it exists.
 
-What is not given comes from dask-jobqueue's configuration (``jobqueue.slurm.*`` and so on), as with
-its own classes, in which the keywords of hpcdask may stand too (``jobqueue.slurm.poll-interval``).
+What is not given comes from dask-jobqueue's configuration, such as ``jobqueue.slurm``, which may
+have the keywords of hpcdask too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Pure decisions: what to submit, cancel, retire or give up, from what is wanted and seen.
 
-`record` counts in a `History` what `observe` says about failures; `plan` compares all jobs with the
-number that is wanted. The caller carries out the `Actions`, marks the jobs (`cancelled`, `leaving`)
-and adds the new ones before it plans again.
+The caller of `plan` marks the jobs (`cancelled`, `leaving`) and adds new ones before the next call.
 """
 
 from __future__ import annotations

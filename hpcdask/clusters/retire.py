@@ -1,7 +1,6 @@
 """Requests to the scheduler, in the same event loop, when workers come to their end.
 
-They stand on what distributed's `retire_workers` and timeouts use; the comments name what of that
-is not documented, and ``tests/jobs/test_retire.py`` notices when it moves.
+The comments name what distributed does not document; ``tests/jobs/test_retire.py`` has all of it.
 """
 
 from __future__ import annotations
