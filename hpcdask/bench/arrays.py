@@ -34,17 +34,13 @@ def run_array(
     repeats: int = 3,
     chunk_nbytes: int | None = None,
 ) -> Measurement:
-    """Measure one of `plain_array.NAMES` on `nbytes` of float64; only the sum has a tuned form.
-
-    `chunk_nbytes` bounds a chunk of that.
-    """
-    device, n_workers = cluster.device, len(cluster.workers)
+    """Measure one of `plain_array.NAMES` on `nbytes` of float64; only the sum has a tuned form."""
+    device = cluster.device
     nbytes = nbytes or suitable(cluster, f"array, {form}" if operation == "sum" else "operation")
     if operation not in STREAMED:
         # Each worker of a product has all of the array; and the result takes as much as an array
-        copies = 2 * (n_workers if operation == "matmul" else 1)
-        advice = f"; {', '.join(STREAMED)} take any size"
-        check_room(cluster, nbytes, advice, copies=copies)
+        copies = 2 * (len(cluster.workers) if operation == "matmul" else 1)
+        check_room(cluster, nbytes, f"; {', '.join(STREAMED)} take any size", copies=copies)
     n = array.side(nbytes)
     chunks = da.core.normalize_chunks(array.STOCK_CHUNKS[device], (n, n), dtype="float64")
     if form == "tuned":  # in chunks of an even number of rows
@@ -72,7 +68,7 @@ def run_array(
         variant="" if operation == "sum" else operation,
         dtype="float64",
         chunk_nbytes=chunk_nbytes,
-        work=array.work(operation, n, n_workers),
+        work=array.work(operation, n),
     )
 
 

@@ -27,7 +27,6 @@ from hpcdask.workloads import Device
 
 WORKER_TIMEOUT_S = 60.0
 WARM_TIMEOUT_S = 120.0
-WARM_POLL_S = 0.05
 #: Seconds without a worker that runs Dask tasks, and how often the scheduler is asked.
 IDLE_TIMEOUT_S, POLL_S = 120.0, 5.0
 
@@ -185,7 +184,7 @@ def wait_until_warm(client: distributed.Client, timeout: float = WARM_TIMEOUT_S)
                 f"{len(cold)} workers are not warm after {timeout:g} s, {cold[0]} among them: see "
                 f"its log, and whether `hpcdask doctor` finds something there"
             )
-        time.sleep(WARM_POLL_S)
+        time.sleep(0.05)
 
 
 def _is_warm(dask_worker: Any) -> bool:
