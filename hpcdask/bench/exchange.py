@@ -21,11 +21,8 @@ from rich.table import Table
 
 from hpcdask.bench.cluster import Cluster, wait
 from hpcdask.bench.measurement import Exchange, Measurement, Pair, Together, console, rate
-from hpcdask.client.gang import RankContext, gang
-from hpcdask.errors import GangError, UsageError
-from hpcdask.gpu import nccl
-from hpcdask.gpu.driver import cuda_extra
-from hpcdask.logs import say, some
+from hpcdask.errors import UsageError
+from hpcdask.logs import say
 from hpcdask.workloads import Check, Device, WorkloadError, array_module
 
 PAIR_NBYTES = {"cuda": 256_000_000, "cpu": 16_000_000}
@@ -41,9 +38,6 @@ BLOCKS_FRACTION, HELD = 0.25, 3
 STEP_DEADLINE_S, LEAST_BYTES_PER_S = 120.0, 10e6
 #: Slow workers and pairs that are printed; workers of which a table can show all pairs.
 MAX_LINES, MAX_COLUMNS = 10, 16
-#: Seconds for all of NCCL, which can hang: the gang then restarts the workers. All-reduces of one
-#: repeat.
-NCCL_DEADLINE_S, CALLS = 120.0, 10
 #: Slow is less than this part of what is usual.
 SLOW = 0.5
 
@@ -55,10 +49,7 @@ Rates = Mapping[tuple[int, int], float]
 def run_exchange(
     cluster: Cluster, nbytes: int | None = None, *, repeats: int = 3, alone: bool = False
 ) -> Measurement:
-    """Measure pairs of workers (`alone`: one at a time), all to all, and NCCL.
-
-    The measurement's own times and GB/s are those of all to all.
-    """
+    """Measure pairs of workers (`alone`: one at a time), and all to all, whose times count."""
     if (n := len(cluster.workers)) < 2:
         raise UsageError(
             f"an exchange needs two workers at least, and this cluster has {n}: "
@@ -81,10 +72,8 @@ def run_exchange(
         sum(one.nbytes for one in every[-1].values()),
         n_items * ITEM_NBYTES,
     )
-    blocks.buffers.clear()
-    reduced, checks = _all_reduce(cluster, nbytes, repeats)  # a hang ends workers, so last
     names, hosts = zip(*((one.name, one.host) for one in cluster.workers), strict=True)
-    found = Exchange(names, hosts, nbytes, pairs, all_to_all, reduced)
+    found = Exchange(names, hosts, nbytes, pairs, all_to_all)
     found = replace(found, slow=tuple(judge(found.rates(), names, hosts)))
     _tell(found)
     return Measurement(
@@ -93,7 +82,7 @@ def run_exchange(
         block_nbytes=nbytes,
         seconds=all_to_all.seconds,
         moved=int(all_to_all.nbytes),
-        checks=(Check("blocks that arrived wrong", blocks.n_wrong, 0, 0), *checks),
+        checks=(Check("blocks that arrived wrong", blocks.n_wrong, 0, 0),),
         exchange=found,
         **cluster.describe(),
     )
@@ -135,10 +124,7 @@ def steps(n: int, *, alone: bool = False) -> list[Pairs]:
 
 
 class Blocks:
-    """Blocks between workers, from one buffer on each, which is freed with the list `buffers`.
-
-    `n_wrong` counts the blocks that did not hold what they should.
-    """
+    """Blocks between workers, from one buffer on each; `n_wrong` of them did not arrive as sent."""
 
     def __init__(self, cluster: Cluster, n_items: int) -> None:
         self.cluster, self.n_items, self.n_wrong = cluster, n_items, 0
@@ -233,55 +219,6 @@ def sink(
     return Received(max(seconds, 1e-9), sum(entry["total"] for entry in entries), n_wrong)
 
 
-# --- NCCL -----------------------------------------------------------------------------------------
-
-
-def _all_reduce(cluster: Cluster, nbytes: int, repeats: int) -> tuple[Together | None, list[Check]]:
-    """Measure an all-reduce between the workers, as a gang; None without GPUs."""
-    if cluster.device != "cuda":
-        return None, []
-    client, names = cluster.client, {one.address: one.name for one in cluster.workers}
-    why = client.run(_nccl_missing)
-    if without := [address for address, told in why.items() if told[0]]:
-        text, package = why[without[0]]
-        who = some(names.get(address, address) for address in without)
-        missing = f"NCCL is not installed (worker {who}: {text}). pip install {package}"
-        return Together(missing=missing), []
-    try:
-        # as a gang, so that NCCL takes the cluster's network
-        (key,) = gang(_host, client=client, size=1, timeout=NCCL_DEADLINE_S)
-        shared = {"unique_id": key, "nbytes": nbytes, "repeats": repeats}
-        told = gang(_reduce, client=client, timeout=NCCL_DEADLINE_S, shared=shared)
-    except GangError as error:
-        return Together(missing=f"it failed: {error}"), []
-    slowest = tuple(max(seconds) for seconds in zip(*(one[0] for one in told), strict=True))
-    moved = nccl.bus_bandwidth(nbytes, 1.0, len(told))
-    wrong = sum(not right for _, right, _ in told)
-    check = Check("workers whose all-reduce was wrong", wrong, 0, 0)
-    return Together(slowest, moved, nbytes, told[0][2]), [check]
-
-
-def _nccl_missing() -> tuple[str, str]:
-    """Return why this worker cannot use NCCL, and the package that brings it for its CUDA."""
-    return nccl.missing(), f"nvidia-nccl-{cuda_extra().replace('cuda', 'cu')}"
-
-
-def _host(context: RankContext) -> bytes:
-    return nccl.unique_id()
-
-
-def _reduce(
-    context: RankContext, unique_id: bytes, nbytes: int, repeats: int
-) -> tuple[list[float], bool, str]:
-    """Return the seconds of one all-reduce in each repeat, if all were right, NCCL's version."""
-    communicator = nccl.join(context.rank, context.world_size, unique_id)
-    try:
-        runs = [nccl.all_reduce(communicator, nbytes, CALLS) for _ in range(repeats)]
-    finally:
-        communicator.destroy()
-    return [seconds for seconds, _ in runs], all(right for _, right in runs), nccl.version()
-
-
 # --- slow nodes, workers and pairs ----------------------------------------------------------------
 
 
@@ -364,10 +301,8 @@ def _tell(found: Exchange) -> None:
         say(f"warning: {more} more; --json FILE keeps them all")
     say(f"8 bytes take {format_time(statistics.median(found.latencies()))}, in the median")
     every = found.all_to_all
-    block = format_bytes(every.block_nbytes)
-    say(f"all to all: {rate(every.rate / 1e9)} in all, {block} for each pair")
-    if line := all_reduce_line(found):
-        say(line)
+    together = rate(every.nbytes / statistics.median(every.seconds) / 1e9)
+    say(f"all to all: {together} in all, {format_bytes(every.block_nbytes)} for each pair")
 
 
 def kinds_of_pairs(found: Exchange) -> str:
@@ -379,14 +314,3 @@ def kinds_of_pairs(found: Exchange) -> str:
         for kind, rates in kinds
         if rates
     )
-
-
-def all_reduce_line(found: Exchange) -> str:
-    """Return what NCCL reached, or why it was left out; empty without GPUs."""
-    if (reduced := found.all_reduce) is None:
-        return ""
-    if reduced.missing:
-        return f"all-reduce left out: {reduced.missing}"
-    reached = f"{rate(reduced.rate / 1e9)} bus bandwidth"
-    block = format_bytes(reduced.block_nbytes)
-    return f"all-reduce over NCCL {reduced.library}: {reached}, {block} on each worker"

@@ -62,21 +62,11 @@ class Pair(Record):
 
 @dataclass(frozen=True)
 class Together(Record):
-    """Transfers of all workers at once: seconds of each, and the bytes that GB/s counts.
+    """Transfers of all workers at once: seconds of each, and bytes in all and of a block."""
 
-    `missing` says why there are none. `library` is NCCL's version.
-    """
-
-    seconds: tuple[float, ...] = ()
-    nbytes: float = 0
-    block_nbytes: int = 0
-    library: str = ""
-    missing: str = ""
-
-    @property
-    def rate(self) -> float:
-        """Bytes per second, by the median."""
-        return self.nbytes / statistics.median(self.seconds)
+    seconds: tuple[float, ...]
+    nbytes: int
+    block_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,6 @@ class Exchange(Record):
     block_nbytes: int
     pairs: tuple[Pair, ...]
     all_to_all: Together
-    all_reduce: Together | None = None
     slow: tuple[str, ...] = ()
 
     def rates(self) -> dict[tuple[int, int], float]:

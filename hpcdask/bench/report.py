@@ -19,7 +19,7 @@ from bokeh.transform import log_cmap
 from dask.utils import format_time
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from hpcdask.bench.exchange import all_reduce_line, kinds_of_pairs
+from hpcdask.bench.exchange import kinds_of_pairs
 from hpcdask.bench.measurement import RATES, Exchange, Measurement
 from hpcdask.logs import plural, some
 
@@ -79,7 +79,6 @@ def html(found: Sequence[Measurement], command: str = "") -> str:
         ],
         exchange=exchange,
         kinds_of_pairs=kinds_of_pairs(exchange) if exchange else "",
-        all_reduce=all_reduce_line(exchange) if exchange else "",
     )
 
 
