@@ -50,7 +50,12 @@ def launch(request: RunRequest, rank: ranks.Rank | None, *, first: bool) -> NoRe
         say(warning)
     alone = rank is not None and rank.size == 1
     supervisor = Supervisor(
-        variables(request.spec, peers=not alone, silent=not first),
+        variables(
+            request.spec,
+            *("hpcdask.runner.agent", "hpcdask.runner.leader")[: 1 + first],
+            peers=not alone,
+            silent=not first,
+        ),
         program.command() if program is not None else (),
         interrupts=request.attached is not None,
     )

@@ -99,7 +99,7 @@ def main() -> NoReturn:
     rank = ranks.Rank(node, nodes, 0, 1, os.uname().nodename, "job", asked.job)
     resources.widen(resources.launcher_cores())
     environment.add_working_folder()
-    supervisor = Supervisor(variables(asked.spec, peers=True))
+    supervisor = Supervisor(variables(asked.spec, "hpcdask.node.job_agent", peers=True))
     supervisor.run("hpcdask.node.job_agent:work", rank, asked.spec, asked)
 
 

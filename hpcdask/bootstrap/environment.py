@@ -46,9 +46,6 @@ def for_workers(environ: Mapping[str, str], marker: str) -> dict[str, str]:
         del chosen["PYTHONHASHSEED"]
     ours = {MARKER: marker, STARTED: repr(_BEGAN)}
     ours["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
-    # its resource tracker is silent about semaphores of processes that were killed
-    quiet = "ignore:resource_tracker:UserWarning"
-    ours["PYTHONWARNINGS"] = ",".join(filter(None, (chosen.get("PYTHONWARNINGS"), quiet)))
     return {**PRE_SPAWN, **chosen, **ours}
 
 

@@ -69,7 +69,10 @@ def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
     *places, launch = numbers
     if None in places:
         return None
-    launcher, job = ("none", "") if numbers is ALONE else (launcher, job_id(environ))
+    if numbers is ALONE:
+        launcher, job = "none", None
+    else:
+        job = job_id(environ, installed=False)
     pid, _ = _launcher()  # all ranks of a node descend from it
     launch = launch or f"p{pid}.{process_start(pid)}"
     launch_id = "-".join(filter(None, (launcher, launch, job)))

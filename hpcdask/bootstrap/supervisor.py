@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver, get_context, set_forkserver_preload
+from multiprocessing import forkserver, get_context, resource_tracker, set_forkserver_preload
 from pkgutil import resolve_name
+from types import FrameType
 from typing import Any, NoReturn
 
 from hpcdask import process
@@ -24,7 +27,6 @@ from hpcdask.security import private
 from . import orders, ranks
 from .environment import SAFE_PATH, for_workers, interpreter, without_rank
 from .janitor import Janitor
-from .orders import MessageStream
 
 PRELOAD = "hpcdask.node.preload"
 #: Characters that the temporary folder may have.
@@ -47,6 +49,7 @@ class Supervisor:
         self._command = program
         self._repeated = {signal.SIGINT} if interrupts else set()
         self._program: subprocess.Popen[bytes] | None = None
+        self._partial = b""
         self._launcher = ranks.mpi_launcher()
         self._marker = marker
         # A launcher or a queue signals all of a job's processes, also before they have handlers
@@ -62,7 +65,7 @@ class Supervisor:
     def run(self, work: str, *args: Any, abort: Callable[[int], None] | None = None) -> NoReturn:
         """Start the agent, which does `work`, and end as it ends; `abort` ends the whole launch."""
         self._abort, self._aborts = abort, False
-        line, theirs = socket.socketpair()
+        self._line, theirs = socket.socketpair()
         self._forks, agents_forks = socket.socketpair()
         given = theirs, agents_forks, work, *args
         self._agent = CONTEXT.Process(target=_run_agent, args=given, name="agent")
@@ -72,25 +75,37 @@ class Supervisor:
             self._leave(_end_of_fork_server())
         theirs.close()
         agents_forks.close()
-        asyncio.run(self._serve(line))
-        raise AssertionError("it leaves by itself")
-
-    async def _serve(self, line: socket.socket) -> None:
-        self._line = await MessageStream.over(line)
-        asyncio.get_running_loop().add_reader(self._forks, self._fork)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._line, selectors.EVENT_READ, self._obey)
+        self._selector.register(self._forks, selectors.EVENT_READ, self._fork)
         self._handle_signals()
-        async for message in self._line:
-            match message:
+        while True:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _tell(self, message: orders.Message) -> None:
+        with contextlib.suppress(OSError):  # the agent has ended
+            self._line.sendall(orders.to_line(message.to_json()))
+
+    def _obey(self) -> None:
+        """Do what the agent orders; end once it has ended."""
+        received = self._line.recv(65536)
+        if not received:
+            self._end()
+        *lines, self._partial = (self._partial + received).split(b"\n")
+        for line in lines:
+            match orders.read(json.loads(line)):
                 case orders.StartProgram(variables):
-                    program = asyncio.create_task(self._run_program(variables))
-                    program.add_done_callback(lambda task: task.result())
+                    self._start_program(variables)
                 case orders.SignalProgram(number):
                     self._signal_program(number)
                 case orders.AbortLaunch():
                     self._aborts = True
                 case orders.Clean(path):
                     self.janitor.remove_at_end(path)
-        await asyncio.to_thread(self._agent.join)
+
+    def _end(self) -> NoReturn:
+        self._agent.join()
         code = self._agent.exitcode or 0
         if code < 0:
             complain(
@@ -104,7 +119,7 @@ class Supervisor:
         """Start a process for the agent: only who started the fork server may ask it."""
         data, fds, _, _ = socket.recv_fds(self._forks, 1, MAX_FDS)
         if not data:
-            asyncio.get_running_loop().remove_reader(self._forks)
+            self._selector.unregister(self._forks)
             return
         answer: tuple[int, ...] = ()
         with contextlib.suppress(OSError, EOFError):
@@ -116,18 +131,22 @@ class Supervisor:
 
     # The program
 
-    async def _run_program(self, variables: Mapping[str, str]) -> None:
+    def _start_program(self, variables: Mapping[str, str]) -> None:
         # The rank passes signals on. On a terminal the program stays in the foreground group,
         # where it may read and gets Ctrl-C itself.
         group = None if os.isatty(0) else 0
-        self._program = subprocess.Popen(  # noqa: ASYNC220 (its wait is in a thread)
+        self._program = program = subprocess.Popen(
             self._command,
             env={**self._environ, **variables, process.MARKER: self._marker},
             process_group=group,
         )
-        self._line.send(orders.ProgramStarted(self._program.pid))
-        code = await asyncio.to_thread(self._program.wait)
-        self._line.send(orders.ProgramEnded(code if code >= 0 else 128 - code))
+        self._tell(orders.ProgramStarted(program.pid))
+
+        def wait() -> None:
+            code = program.wait()
+            self._tell(orders.ProgramEnded(code if code >= 0 else 128 - code))
+
+        threading.Thread(target=wait, name="program", daemon=True).start()
 
     def _signal_program(self, number: int) -> None:
         from_terminal = number == signal.SIGINT and os.isatty(0)
@@ -138,44 +157,42 @@ class Supervisor:
 
     def _handle_signals(self) -> None:
         """Tell the agent the first signal that ends the run; the second ends this process."""
-        loop = asyncio.get_running_loop()
         first: list[float] = []
 
-        def handle(number: int) -> None:
+        def handle(number: int, frame: FrameType | None = None) -> None:
             if number in self._repeated:
-                self._line.send(orders.Signal(number))
+                self._tell(orders.Signal(number))
             elif not first:
                 first.append(time.monotonic())
-                self._line.send(orders.Signal(number))
+                self._tell(orders.Signal(number))
             elif time.monotonic() - first[0] > process.SAME_SIGNAL_S:
                 self._leave(128 + number)
 
         for number in process.ENDING:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's `&`
-                loop.add_signal_handler(number, handle, number)
+                signal.signal(number, handle)
         for number in process.PASSED_ON:
-            loop.add_signal_handler(number, self._signal_program, number)
+            signal.signal(number, lambda number, frame: self._signal_program(number))
         if self._launcher is not None:
             self._watch_launcher(*self._launcher, lambda: handle(signal.SIGTERM))
 
     def _watch_launcher(self, pid: int, start: str, lost: Callable[[], None]) -> None:
         """Call `lost` when the MPI launcher is gone: killed, Open MPI's ends nobody."""
-        loop = asyncio.get_running_loop()
         try:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
-            loop.call_soon(lost)
+            lost()
             return
         except (OSError, AttributeError):  # an old kernel, or a Python made for one (conda)
             return
 
         def notice() -> None:
-            loop.remove_reader(fd)
+            self._selector.unregister(fd)
             lost()
 
-        loop.add_reader(fd, notice)
+        self._selector.register(fd, selectors.EVENT_READ, notice)
         if process.process_start(pid) != start:
-            loop.call_soon(notice)
+            notice()
 
     def _leave(self, code: int) -> NoReturn:
         if self._program is not None:
@@ -187,10 +204,26 @@ class Supervisor:
         process.leave(code)
 
 
+def _fork_resource_tracker() -> None:
+    """Run multiprocessing's resource tracker in a fork: by itself it starts another Python."""
+    reads, writes = os.pipe()
+    if os.fork() == 0:
+        try:
+            os.closerange(3, reads)
+            os.closerange(reads + 1, process.FILES)
+            warnings.simplefilter("ignore")  # semaphores of processes that were killed
+            resource_tracker.main(reads)
+        finally:
+            os._exit(0)
+    os.close(reads)
+    vars(resource_tracker).update(ensure_running=lambda: None, getfd=lambda: writes)
+
+
 def _start_fork_server(environ: Mapping[str, str], folder: str) -> None:
     safe = {SAFE_PATH: "1"} if len(interpreter()) > 1 else {}  # the preload takes it back
     known, tempfile.tempdir = dict(os.environ), folder
     set_forkserver_preload([PRELOAD])
+    _fork_resource_tracker()
     try:
         os.environ.clear()
         os.environ.update({**environ, **safe})

@@ -6,9 +6,11 @@ distributed sends results and scattered data through the scheduler by default, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
 import sys
+from collections.abc import Coroutine
 from typing import Any
 
 from dask.base import tokenize
@@ -18,6 +20,7 @@ from hpcdask.errors import root_cause
 from hpcdask.logs import say
 from hpcdask.process import owner_text
 from hpcdask.security.nearby import NearbyComm, NearbySecurity
+from hpcdask.upstream.distributed import prepare_graphs
 
 from .defaults import send_at_once
 
@@ -30,6 +33,7 @@ async def dask_setup(client: Client) -> None:
     send_at_once(client.scheduler_comm)
     if isinstance(client.security, NearbySecurity):
         await share_path(client)
+        share_changes(client)
         await go_direct(client)
 
 
@@ -40,6 +44,24 @@ async def share_path(client: Any) -> None:
         unknown, owner = await client.run_on_scheduler(plugin.extend)
         if unknown or owner == owner_text():  # in a run, workers know what the scheduler does
             await client.register_plugin(plugin)
+
+
+def share_changes(client: Any) -> None:
+    """Share the path again before a graph that follows a change of ``sys.path``."""
+    shared = [*sys.path]
+
+    def work() -> Coroutine[Any, Any, None] | None:
+        if sys.path == shared:
+            return None
+        shared[:] = sys.path
+        return share()
+
+    async def share() -> None:
+        with contextlib.suppress(OSError):  # a worker that hangs keeps no graph
+            async with asyncio.timeout(ANSWER_S):
+                await share_path(client)
+
+    prepare_graphs(client, work)
 
 
 class ModulePath(WorkerPlugin):

@@ -21,6 +21,8 @@ Kind = Literal["infiniband", "slingshot", "ethernet", "other"]
 
 #: Types of network interfaces in sysfs, from Linux's if_arp.h.
 KINDS: dict[str, Kind] = {"1": "ethernet", "32": "infiniband"}
+#: Beginnings of addresses that lead to this host only.
+LOOPBACK = ("127.", "::1")
 #: Bridges of container and virtual machine software, and their ends.
 VIRTUAL = re.compile(r"(docker|podman|virbr|veth|lxc|lxd|cni|cali|flannel|br-[0-9a-f]{12}$)")
 
@@ -113,10 +115,20 @@ def only_address(address: str) -> str:
     Without a default route, distributed takes the host's own name, which Debian's /etc/hosts has
     at 127.0.1.1. With several networks or none the address stays.
     """
-    if not address.startswith("127."):
+    if not address.startswith(LOOPBACK):
         return address
     found = interfaces()
     return found[0].address if len(found) == 1 else address
+
+
+def unreachable(address: str, remedy: str) -> str:
+    """Return a warning if a scheduler's address is one of the loopback network; else nothing."""
+    if not address.startswith(LOOPBACK):
+        return ""
+    return (
+        f"warning: the scheduler listens at {address}, which other nodes cannot reach: name this "
+        f"machine's network with {remedy}"
+    )
 
 
 def _kind(name: str, root: str) -> Kind:

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from hpcdask.bootstrap import ranks
-from hpcdask.bootstrap.orders import MessageStream
 from hpcdask.bootstrap.ranks import Rank
+from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.comm import fabric
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.gpu.driver import answer_deadline_s, read

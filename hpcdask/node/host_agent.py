@@ -20,8 +20,8 @@ from distributed import Security
 
 from hpcdask.bootstrap import orders, resources
 from hpcdask.bootstrap.environment import own_process
-from hpcdask.bootstrap.orders import MessageStream
 from hpcdask.bootstrap.ranks import Rank
+from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.bootstrap.supervisor import CONTEXT
 from hpcdask.comm import fabric, transport
 from hpcdask.comm.fabric import Fabric

@@ -144,9 +144,10 @@ class JobAgent:
 
     def _devices(self, found: Inventory) -> list[Gpu | None]:
         """Return a device for each worker: as many distinct GPUs, or the CPU."""
-        wanted, job = self.asked.workers, job_id()
+        wanted = self.asked.workers
         if self.spec.device == "cpu":
             return [None] * wanted
+        job = job_id()
         if not found.gpus and self.spec.device == "auto" and job is None:
             say("no GPU here, so workers compute on the CPU (--device cpu says that this is meant)")
             return [None] * wanted

@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import signal
+from collections.abc import Collection
 from types import FrameType
 
 from hpcdask.bootstrap.environment import SAFE_PATH
@@ -17,30 +18,28 @@ from hpcdask.process import SIGNALS, mark, raise_descriptor_limit
 from hpcdask.spec.specs import WorkerSpec
 from hpcdask.upstream.configuration import reading
 
-#: Has the words ``gpus`` where workers may be on GPUs, and ``ucx`` where they may exchange by it.
+#: Has names of modules, and the words ``ucx`` where workers may exchange by it, and ``silent``.
 WANTED = "HPCDASK_PRELOAD"
 #: How long a network may be silent, where the user has configured nothing: after distributed's 30 s
 #: a switch that restarts ends a run of hours.
 TIMEOUT, SILENCE = "distributed.comm.timeouts.tcp", "2 minutes"
 #: Variables that beat OMP_NUM_THREADS in their library; distributed would set them to 1.
 OWN_THREADS = ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-#: Packages to preload, as far as they are installed.
-PACKAGES = ["distributed", "distributed.http", "hpcdask.runner.agent"]
-GPU_PACKAGES = ["cuda.bindings.driver"]
 
 
-def variables(spec: WorkerSpec, *, peers: bool, silent: bool = False) -> dict[str, str]:
-    """Return variables that tell `preload` of the workers; ``silent`` ranks do not complain."""
+def variables(spec: WorkerSpec, *modules: str, peers: bool, silent: bool = False) -> dict[str, str]:
+    """Return variables that tell `preload` what to load; ``silent`` ranks do not complain."""
     gpus = spec.device != "cpu" and has_nvidia_driver()
     ucx = spec.protocol == "ucx" or (gpus and spec.protocol == "auto" and peers)
-    return {WANTED: " ".join(["gpus"] * gpus + ["ucx"] * ucx + ["silent"] * silent)}
+    words = ["distributed.http", *modules, *["cuda.bindings.driver"] * gpus]
+    return {WANTED: " ".join(words + ["ucx"] * ucx + ["silent"] * silent)}
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """Leave a signal to the rank, which ends its processes in good order."""
 
 
-def preload(wanted: str) -> None:
+def preload(wanted: Collection[str]) -> None:
     """Prepare this process, of which all others are forks."""
     for number in SIGNALS:  # not SIG_IGN, which programs that a Dask task starts would inherit
         signal.signal(number, _ignore)
@@ -65,7 +64,7 @@ def preload(wanted: str) -> None:
         from hpcdask.comm import ucx_config
 
         ucx_config.install()  # before there is a second thread
-    for name in PACKAGES + GPU_PACKAGES * ("gpus" in wanted):
+    for name in filter(lambda word: "." in word, wanted):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     if dask.config.get(TIMEOUT, config=dask.config.collect(), default=None) is None:
@@ -76,4 +75,4 @@ def preload(wanted: str) -> None:
 
 
 if WANTED in os.environ:
-    preload(os.environ.pop(WANTED))
+    preload(os.environ.pop(WANTED).split())

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from .registry import queue_class, system_of_job, systems
+from .registry import find_system, queue_class, system_of_job
 
 #: Variables of a job of Flux, which starts ranks though it has no class of queue.
 FLUX = ("FLUX_ENCLOSING_ID", "FLUX_JOB_ID")
@@ -15,14 +15,14 @@ GRANTED = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SGE_HGR_gpu", "_CONDOR_Assigned
 GRANTED_COUNTS = ("SLURM_GPUS_ON_NODE", "PBS_NGPUS")
 
 
-def job_id(environ: Mapping[str, str] | None = None) -> str | None:
+def job_id(environ: Mapping[str, str] | None = None, *, installed: bool = True) -> str | None:
     """Return the id of the queueing system's job that this process runs in, or None.
 
-    A requeued SLURM job keeps its id, so the id carries the restart count.
+    A requeued SLURM job keeps its id, so the id carries the restart count. See `system_of_job`.
     """
     environ = os.environ if environ is None else environ
-    if name := system_of_job(environ):
-        system = systems()[name]
+    name = system_of_job(environ, installed=installed)
+    if name and (system := find_system(name)):
         if system.task:
             return f"{environ.get(system.number)}.{environ.get(system.task)}"
         return f"{environ[system.job]}.r{environ.get(system.restarts, '0')}"
@@ -35,7 +35,8 @@ def is_job_of_queue(job: str) -> bool:
     def number(text: str) -> str:
         return re.split(r"\D", text, maxsplit=1)[0]
 
-    names = {*FLUX, *(name for one in systems().values() for name in (one.job, one.number))}
+    system = find_system(system_of_job() or "")
+    names = [*FLUX, *((system.job, system.number) if system else ())]
     return number(job) in {number(os.environ.get(name, "")) for name in names} - {""}
 
 

@@ -74,14 +74,19 @@ def systems() -> dict[str, System]:
     return SYSTEMS | {entry.name: entry.load() for entry in entry_points(group=GROUP)}
 
 
+def find_system(name: str) -> System | None:
+    """Return a system. To look through the installed packages takes 0.05 s."""
+    return SYSTEMS.get(name) or systems().get(name)
+
+
 def queue_class(name: str) -> type[Queue]:
     """Return the class of a queueing system; its module is imported now.
 
     Raises UsageError if there is none of this name.
     """
-    if name not in systems():
+    if (system := find_system(name)) is None:
         raise UsageError(f"there is no queue {name!r}. There are: {', '.join(systems())}")
-    module, _, queue = systems()[name].queue.partition(":")
+    module, _, queue = system.queue.partition(":")
     found: type[Queue] = getattr(importlib.import_module(module), queue)
     return found
 
@@ -98,7 +103,13 @@ def requested_gpus(directive: str, nodes: int = 1) -> int | None:
     return next((count for count in counts if count is not None), None)
 
 
-def system_of_job(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the system whose job this process runs in, by the job's variables."""
+def system_of_job(
+    environ: Mapping[str, str] | None = None, *, installed: bool = True
+) -> str | None:
+    """Return the system whose job this process runs in, also one that a package has `installed`."""
     environ = os.environ if environ is None else environ
-    return next((name for name, system in systems().items() if environ.get(system.job)), None)
+
+    def find(known: Mapping[str, System]) -> str | None:
+        return next((name for name, system in known.items() if environ.get(system.job)), None)
+
+    return find(SYSTEMS) or (find(systems()) if installed else None)

@@ -8,7 +8,8 @@ import re
 import signal
 import socket
 
-from hpcdask.bootstrap.orders import AbortLaunch, Message, MessageStream, Signal
+from hpcdask.bootstrap.orders import AbortLaunch, Message, Signal
+from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.client import scheduler_file
 from hpcdask.errors import HpcdaskError, LaunchError, UsageError
 from hpcdask.logs import complain
@@ -18,7 +19,6 @@ from hpcdask.security.credentials import to_security
 from hpcdask.spec.specs import RunSpec
 
 from . import link
-from .leader import Leader
 from .link import Rendezvous, find_leader
 from .options import RunRequest
 
@@ -37,6 +37,8 @@ async def take_part(agent: HostAgent, request: RunRequest, attached: socket.sock
     except HpcdaskError as error:
         problem = error
     if agent.rank.index == 0:
+        from .leader import Leader  # other ranks do without its imports
+
         return await Leader(agent, request, meeting, attached).lead(problem)
     return await _follow(agent, request.spec, meeting, problem)
 

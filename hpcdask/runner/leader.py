@@ -16,7 +16,7 @@ from distributed.utils import get_ip, get_ip_interface
 from hpcdask.bootstrap import orders
 from hpcdask.bootstrap.environment import own_process
 from hpcdask.client import scheduler_file
-from hpcdask.comm.fabric import only_address
+from hpcdask.comm.fabric import only_address, unreachable
 from hpcdask.comm.transport import AUTO
 from hpcdask.comm.warmup import LinkTest, evaluate
 from hpcdask.errors import ClusterError, HpcdaskError, LaunchError, UsageError
@@ -137,6 +137,8 @@ class Leader:
     async def _bring_up(self) -> None:
         if self.spec.interface != AUTO:
             await self._start_scheduler(self.spec.interface)
+        if not self.rank.one_node and (warning := unreachable(self._host(), "--interface")):
+            say(warning)
         seen = await self._meet()
         fabrics = {index: report.fabric for index, report in self.link.reports.items()}
         plan = make_plan(self.spec, self.rank, seen, fabrics, job=job_id())

@@ -26,8 +26,9 @@ from tornado import netutil
 
 from hpcdask.bootstrap import orders
 from hpcdask.bootstrap.environment import own_process
-from hpcdask.bootstrap.orders import LINE_LIMIT, Json, Message, MessageStream
+from hpcdask.bootstrap.orders import Json, Message
 from hpcdask.bootstrap.ranks import Rank
+from hpcdask.bootstrap.stream import LINE_LIMIT, MessageStream
 from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import HpcdaskError, LaunchError, UsageError
 from hpcdask.logs import by_host, numbered

@@ -9,7 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hpcdask.bootstrap.orders import MessageStream, ProgramEnded, SignalProgram, StartProgram
+from hpcdask.bootstrap.orders import ProgramEnded, SignalProgram, StartProgram
+from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.client import scheduler_file
 from hpcdask.client.connect import program_variables
 from hpcdask.errors import SchedulerFileError

@@ -14,7 +14,8 @@ from distributed import Scheduler
 from distributed.comm import get_address_host
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from hpcdask.bootstrap.orders import Message, MessageStream
+from hpcdask.bootstrap.orders import Message
+from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.bootstrap.supervisor import CONTEXT
 from hpcdask.client.defaults import send_at_once
 from hpcdask.comm.warmup import TOPIC

@@ -33,7 +33,7 @@ from .parsing import (
     parse_resources,
     parse_seconds,
 )
-from .signatures import Keyword, describe
+from .signatures import Keyword
 
 
 def _field(default: Any, text: str, parse: Callable[[Any, str], Any] = _plain, **more: Any) -> Any:
@@ -47,12 +47,6 @@ _network = partial(_field, group="Network")
 _start = partial(_field, group="Start")
 
 
-def _documented(cls: Any) -> Any:
-    """Add the fields to the docstring, in the words that the command line has for them."""
-    cls.__doc__ = describe(cls.__doc__, keywords_of(cls))
-    return cls
-
-
 def keywords_of(spec: type) -> list[Keyword]:
     """Return the fields of a spec as keywords."""
     types = get_type_hints(RunKeywords)
@@ -62,7 +56,6 @@ def keywords_of(spec: type) -> list[Keyword]:
     ]
 
 
-@_documented
 @dataclass(frozen=True)
 class WorkerSpec:
     """Worker: its device, its memory, its threads, its network.
@@ -70,10 +63,7 @@ class WorkerSpec:
     Every field is also an option of ``python -m hpcdask.run`` (``memory_limit`` is
     ``--memory-limit``). Values may be given as text; they are parsed here, once.
 
-    Parameters
-    ----------
-    **fields
-        Each has a text, which the command line shows, too.
+    `hpcdask.Runner` lists them.
 
     Raises
     ------
@@ -222,16 +212,9 @@ class WorkerSpec:
         return cls(**read(command, argv, lambda error: str(error.format_message())))
 
 
-@_documented
 @dataclass(frozen=True)
 class RunSpec(WorkerSpec):
-    """Run: a `WorkerSpec` and what the runner needs beside it.
-
-    Parameters
-    ----------
-    **fields
-        As those of `WorkerSpec`.
-    """
+    """Run: a `WorkerSpec` and what the runner needs beside it."""
 
     scheduler_file: str | None = _start(
         None,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
@@ -43,6 +44,31 @@ def set_interval(stream: Any, seconds: float) -> None:
     """Set the seconds between two messages; no configuration has them."""
     require(SEEN, stream, "interval")
     stream.interval = seconds
+
+
+def prepare_graphs(client: Any, work: Callable[[], Coroutine[Any, Any, None] | None]) -> None:
+    """Hold back each graph of a client, and what follows, until `work` is done, if there is any."""
+    stream = client.scheduler_comm
+    require(SEEN, stream, "send")
+    send, held = stream.send, list[Any]()
+
+    async def wait(preparing: Coroutine[Any, Any, None]) -> None:
+        await preparing
+        with contextlib.suppress(OSError):  # the client has closed
+            send(*held)
+        held.clear()
+
+    def send_prepared(*messages: Any) -> None:
+        is_graph = not held and any(one["op"] == "update-graph" for one in messages)
+        preparing = work() if is_graph else None
+        if held or preparing:
+            held.extend(messages)
+        else:
+            send(*messages)
+        if preparing:
+            client.loop.add_callback(wait, preparing)
+
+    stream.send = send_prepared
 
 
 def set_message_limit(worker: Any, nbytes: int) -> None:

@@ -43,7 +43,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 @pytest.fixture
 def inlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    """A module that the program alone has."""
+    """A module from a folder that the program adds after its client has connected."""
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "inlib.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path / "src"))
@@ -53,6 +53,7 @@ def inlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 
 def test_a_module_that_workers_lack_fails_its_task_alone(client: Client, inlib) -> None:
     """Regression: each attempt ended a worker, and three such calls the cluster."""
+    sys.path.remove(str(Path(inlib.__file__).parent))
     before = sorted(client.nthreads())
     kept = client.scatter([1, 2, 3])
     for _ in range(5):
@@ -79,6 +80,13 @@ def test_a_task_that_calls_sys_exit_fails_alone(client: Client) -> None:
         client.submit(lambda: sys.exit(3), pure=False).result(timeout=60)
     assert client.submit(sum, [1, 2], pure=False).result(timeout=60) == 3
     assert sorted(client.nthreads()) == before
+
+
+def test_workers_import_from_a_folder_that_a_client_s_program_adds_later(
+    client: Client, inlib
+) -> None:
+    four = client.submit(inlib.double, inlib.Number(2), workers=max(client.nthreads()))
+    assert four.result(timeout=60) == 4
 
 
 def test_a_client_brings_the_program_s_folders_of_modules(client: Client, inlib) -> None:

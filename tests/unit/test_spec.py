@@ -287,9 +287,3 @@ def test_help_names_every_option(capsys):
 def test_a_spec_is_checked_however_it_is_made(name, value):
     with pytest.raises(UsageError, match=option_name(name)):
         RunSpec(**{name: value})
-
-
-@pytest.mark.parametrize("cls", [WorkerSpec, RunSpec])
-def test_the_docstring_has_every_field(cls):
-    for item in dataclasses.fields(cls):
-        assert f"\n    {item.name} : " in cls.__doc__
