@@ -8,9 +8,6 @@ As in the CholeskyQR family (Yamamoto, Nakatsukasa, Yanagisawa, Fukaya, ETNA 44 
 comes from the Gram matrix G = YᵀY: Q = YT with TᵀGT = 1, and B = TᵀZᵀ with Z = AᵀY. Both sums,
 G and Z, come from one reading of A and one Dask task per chunk. So A may be a stream; the error is
 eps (σ₁/σₖ)²: in float64, singular values down to 1e-6 σ₁ are resolved.
-
-T comes from the eigenvectors of G scaled to unit diagonal rather than from a Cholesky factor,
-because they tell how well G is conditioned, and leave what can be resolved.
 """
 
 from __future__ import annotations
@@ -84,7 +81,7 @@ def planted(
 ) -> tuple[da.Array, Floats]:
     """Make a uint8 matrix of known singular values, chunk by chunk on the workers; return both.
 
-    It is constant on ``rank`` x ``rank`` rectangles, with values from a small matrix C, so the
+    Its ``rank`` x ``rank`` rectangles are constant, with values from a small matrix C, so the
     singular values are those of diag(√rows) C diag(√columns). ``packed``: 0 to 3, four in a byte.
     ``library`` is that of the graph's meta: CuPy takes a GPU on the client.
     """
@@ -135,13 +132,7 @@ def _block(
 
 
 def check(
-    s: Floats,
-    v: Floats,
-    u_gram: Floats,
-    rows: Floats,
-    u_rows: Floats,
-    expected: Floats,
-    tolerance: float = TOLERANCE,
+    s: Any, v: Any, u_gram: Any, rows: Any, u_rows: Any, expected: Any, tolerance: float = TOLERANCE
 ) -> list[Check]:
     """Compare an SVD with its known singular values, by some rows of the matrix and of u.
 
@@ -212,25 +203,19 @@ def svd_rows(
     if work.name not in ("float32", "float64"):
         raise WorkloadError(f"dtype {work} is not accepted: float32 or float64")
     rows = Rows(n, work.name, device, prepare, packed_columns is not None)
-    how: dict[str, Any] = {"rows": rows, "width": _width(wanted, len(x), n), "seed": seed}
+    # A nearly square random matrix is badly conditioned, and one pass has that squared
+    side = min(len(x), n)
+    width = min(n, wanted if 2 * wanted <= side else max(wanted, 2 * side))
+    how: dict[str, Any] = {"rows": rows, "width": width, "seed": seed}
     # All indices are in the result, or dask would not fuse this with what makes x
-    sizes: dict[str, Any] = {"i": 1, "n": n + how["width"]}
-    new = {"new_axes": {"l": how["width"]}, "adjust_chunks": sizes}
+    sizes: dict[str, Any] = {"i": 1, "n": n + width}
+    new = {"new_axes": {"l": width}, "adjust_chunks": sizes}
     products = da.blockwise(_products, "inl", x, "in", **new, **how, **FREE_FORM)
     sums = products.sum(axis=0, split_every=SPLIT_EVERY)
     shape = {"adjust_chunks": {"a": 2 * n + 1, "b": k}}
     found = da.blockwise(_solve, "ab", sums, "ab", k=k, **shape, **how, **FREE_FORM)
     u = da.blockwise(_left, "ik", x, "in", found, "nk", rows=rows, **FREE_FORM)
     return u, found[-1], found[n:-1].T
-
-
-def _width(wanted: int, m: int, n: int) -> int:
-    """Return the number of random directions: not about as many as rows or columns.
-
-    A random matrix that is nearly square is badly conditioned, and one pass has that squared.
-    """
-    side = min(m, n)
-    return min(n, wanted if 2 * wanted <= side else max(wanted, 2 * side))
 
 
 def _check(x: da.Array, packed_columns: int | None, k: int) -> int:
@@ -312,9 +297,8 @@ class Rows:
         if isinstance(tile, np.ndarray):  # else it could rewrite the chunk; CuPy cannot say so
             tile.flags.writeable = False
         tile = cast("Prepare", self.prepare)(tile)
-        dtype = getattr(tile, "dtype", None)
-        if dtype is None or tile.shape != shape or dtype.kind not in "buif":
-            found = type(tile).__name__ if dtype is None else f"{dtype} of shape {tile.shape}"
+        if tile.shape != shape or tile.dtype.kind not in "buif":
+            found = f"{tile.dtype} of shape {tile.shape}"
             raise WorkloadError(f"prepare returned {found}: it has to be real, of shape {shape}")
         check_unmasked(tile)
         return tile
