@@ -285,7 +285,7 @@ class Group:
             largest = self._largest or max(1, await queue.limit())
         except NotHere:
             raise
-        except QueueError as error:  # nothing was asked of it yet, so that it may be tried again
+        except QueueError as error:  # no job was asked for yet, so that it is tried again
             raise NoAnswer(str(error)) from error
         # the shared file system may be slow
         submission = await asyncio.to_thread(folder.new_submission, self.name)
