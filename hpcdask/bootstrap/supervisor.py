@@ -174,15 +174,12 @@ class Supervisor:
         for number in process.PASSED_ON:
             signal.signal(number, lambda number, frame: self._signal_program(number))
         if self._launcher is not None:
-            self._watch_launcher(*self._launcher, lambda: handle(signal.SIGTERM))
+            self._watch_launcher(self._launcher, lambda: handle(signal.SIGTERM))
 
-    def _watch_launcher(self, pid: int, start: str, lost: Callable[[], None]) -> None:
+    def _watch_launcher(self, pid: int, lost: Callable[[], None]) -> None:
         """Call `lost` when the MPI launcher is gone: killed, Open MPI's ends nobody."""
         try:
             fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            lost()
-            return
         except (OSError, AttributeError):  # an old kernel, or a Python made for one (conda)
             return
 
@@ -191,8 +188,6 @@ class Supervisor:
             lost()
 
         self._selector.register(fd, selectors.EVENT_READ, notice)
-        if process.process_start(pid) != start:
-            notice()
 
     def _leave(self, code: int) -> NoReturn:
         if self._program is not None:
