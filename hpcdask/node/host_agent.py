@@ -116,11 +116,7 @@ class HostAgent:
         dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
         if self.spec.device != "cpu" and (has_nvidia_driver() or find_spec("pynvml")):
             self._probe = GpuProbe()
-        try:
-            self.scratch = scratch_folder(self.spec.local_directory, self.clean, self.owner)
-        except HpcdaskError:
-            self.scratch = scratch_folder(None, self.clean, self.owner)  # to end in order
-            raise
+        self.scratch = scratch_folder(self.spec.local_directory, self.clean, self.owner)
         check_preloads(self.spec)
 
     def look(self) -> tuple[Inventory, Fabric]:

@@ -98,7 +98,6 @@ REFUSED = [
     ("mpich", "cpu", ["nowhere.py"], {}, ["script nowhere.py does not exist", "shared file sys"]),
     ("alone", "cpu", ["-m", "no_such.module"], {}, ["no module no_such in", "install"]),
     ("openmpi", "cpu", ["--preload", "no.part"], {}, ["--preload no.part: there is no module no"]),
-    ("alone", "cpu", ["--dashboard-address", ":70000"], {}, ["':70000'", ":8787", "any free port"]),
     ("openmpi", "cpu", ["--memory-limit", "lots"], {}, ["--memory-limit", "'lots'", "64GiB"]),
     ("mpich", "cpu", ["--memory-limit", "lots"], {}, ["--memory-limit", "'lots'", "64GiB"]),
     ("openmpi", "cpu", ["--workers-min", "9"], {}, ["--workers-min 9", "2 workers"]),
