@@ -97,7 +97,7 @@ class Supervisor:
             match orders.read(json.loads(line)):
                 case orders.StartProgram(variables):
                     self._start_program(variables)
-                case orders.SignalProgram(number):
+                case orders.Signal(number):
                     self._signal_program(number)
                 case orders.AbortLaunch():
                     self._aborts = True

@@ -72,10 +72,6 @@ def remove(path: str, address: str) -> None:
 
 def check_writable(path: str) -> None:
     """Raise SchedulerFileError unless a scheduler file can be written or replaced."""
-    if not path:
-        raise SchedulerFileError(
-            "--scheduler-file: its name is empty. Name a file, or leave the option out"
-        )
     path = os.path.abspath(path)
     folder = os.path.dirname(path)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):

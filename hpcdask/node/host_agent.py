@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -72,7 +72,7 @@ def run_agent(
 
 
 class HostAgent:
-    """Agent of a rank or a job here; ``parts`` are other processes for `hpcdask stacks`."""
+    """Agent of a rank or a job here; ``parts`` are more processes, which the first nanny shows."""
 
     def __init__(self, line: MessageStream, spec: WorkerSpec, rank: Rank) -> None:
         self.rank, self.host = rank, rank.host
@@ -126,8 +126,6 @@ class HostAgent:
             found = self._probe.result()
         elif self.spec.protocol == "ucx" or self.spec.interface == transport.AUTO:
             found = ProbeResult(fabric=fabric.look(gpus=False))
-        if self.spec.interface and self.spec.interface != transport.AUTO:
-            transport.check_interface(self.spec.interface, fabric.interfaces(every=True), self.host)
         if found.gpus and not (find_spec("cuda") and find_spec("cuda.bindings")):
             raise MissingExtra("cuda-bindings", cuda_extra(), "a worker on a GPU")
         seen = Inventory(
@@ -140,10 +138,6 @@ class HostAgent:
             resources.cpu_quota(),
         )
         return seen, found.fabric
-
-    def note_parts(self, pids: Mapping[str, int]) -> None:
-        """Show more processes of this rank by the first nanny."""
-        self.parts |= pids
 
     async def start_workers(
         self,
