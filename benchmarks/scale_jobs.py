@@ -23,11 +23,12 @@ from typing import Any
 
 import psutil
 from companies import PATIENCE_S, Companies, shares
-from distributed import Scheduler
 from stand_ins import AT_ONCE
 
+import hpcdask
 from hpcdask.clusters.controller import Controller
 from hpcdask.clusters.job import Policy, worker_names
+from hpcdask.clusters.options import ClusterOptions
 from hpcdask.clusters.scheduler import ClusterScheduler
 from hpcdask.jobs.discovery import survey
 from hpcdask.jobs.folder import ClusterFolder
@@ -83,8 +84,9 @@ async def measure(jobs: int, place: Path) -> dict[str, float]:
     folder = ClusterFolder.create(cluster, "local", base=place)
     asked = {"tag": f"hpcdask:{cluster}", "gpus": 1, "folder": str(place)}
     folder.write_script(f"#!/bin/bash\n{DIRECTIVE}{json.dumps(asked)}\ntrue\n")
-    options = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
-    scheduler = ClusterScheduler(Scheduler, options, None, True, print_aside)
+    keywords = {"device": "cpu", "scheduler_options": {"dashboard_address": "127.0.0.1:0"}}
+    options = ClusterOptions.read(hpcdask.LocalCUDAJobCluster, keywords)
+    scheduler = ClusterScheduler(options, print_aside)
     scheduler.make_scratch()
     scheduler.save_keys(str(folder.keys))
     await scheduler.start()
@@ -97,7 +99,7 @@ async def measure(jobs: int, place: Path) -> dict[str, float]:
 
     with timed(found, "submit_s"):
         group.want(jobs)
-        await controller.wait_submitted([""])
+        await group.wait_submitted()
     await until(lambda: len(folder.report().jobs) == jobs, "the reports of the jobs")
     ids = group.live()
     with timed(found, "query_s", REPEATS):
@@ -122,7 +124,6 @@ async def measure(jobs: int, place: Path) -> dict[str, float]:
         with timed(found, "close_s"):
             await controller.close()
         await scheduler.close()
-        scheduler.remove_scratch()
     return found
 
 
@@ -135,7 +136,7 @@ async def measure_workers(
 ) -> None:
     """Let the jobs' workers come, decide again, and shrink to half."""
     group, scheduler = controller.groups[""], controller.scheduler
-    names = [name for job in group for name in worker_names(group.prefix, job)]
+    names = [name for job in group.jobs.values() for name in worker_names(group.prefix, job)]
     jobs, workers = len(names), scheduler.workers
     known = {"scheduler": scheduler.address, "credentials": load_credentials(keys)}
     parts = shares(0, jobs)
@@ -150,7 +151,7 @@ async def measure_workers(
     before = steps.count, steps.seen, steps.seconds
     with timed(found, "join_s"):
         await asyncio.to_thread(companies.do, "workers_join", most=AT_ONCE)
-        await until(lambda: all(job.workers for job in group), "workers to be seen")
+        await until(lambda: all(job.workers for job in group.jobs.values()), "workers to be seen")
     counts = steps.count - before[0], steps.seen - before[1]
     found["join_steps"], found["join_steps_jobs"] = counts
     found["join_steps_s"] = steps.seconds - before[2]

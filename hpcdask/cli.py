@@ -10,8 +10,7 @@ import click
 
 from hpcdask import __version__
 from hpcdask.bootstrap.environment import interpreter
-from hpcdask.clusters.command import down, list_
-from hpcdask.clusters.detached.command import attach, scale, up
+from hpcdask.clusters.command import attach, down, list_, scale, up
 from hpcdask.errors import HpcdaskError
 from hpcdask.logs import complain
 from hpcdask.spec.help import Option

@@ -11,7 +11,7 @@ from typing import Any
 
 from distributed import Client
 
-from hpcdask.clusters.configuration import import_job_class
+from hpcdask.clusters.options import import_job_class
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from launching import run_cli, wait_for

@@ -7,7 +7,6 @@ from typing import Any, Unpack
 from hpcdask.queues.registry import queue_class, systems
 
 from .cluster import JobCluster
-from .configuration import import_job_class
 from .keywords import (
     HTCondorKeywords,
     LSFKeywords,
@@ -17,6 +16,7 @@ from .keywords import (
     SLURMKeywords,
     make_keywords,
 )
+from .options import import_job_class
 
 
 class SLURMCUDACluster(JobCluster):

@@ -14,41 +14,37 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar, Self, cast
 
-import dask.config
 from distributed import Scheduler, Security, rpc
 from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
-from distributed.deploy.cluster import Cluster
+from distributed.scheduler import WorkerState
 from distributed.utils import silence_logging_cmgr
-from tornado.ioloop import IOLoop
 
 from hpcdask.bootstrap.environment import open_folder_warning
-from hpcdask.client.defaults import prompt_clients, suiting_devices
+from hpcdask.client.defaults import suiting_devices
 from hpcdask.client.gang_scheduler import MOST_WORKERS
 from hpcdask.comm.warmup import transport_of
 from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.gpu.table import GpuTable
 from hpcdask.jobs import watchdog
 from hpcdask.jobs.folder import ClusterFolder, new_name, prune
-from hpcdask.jobs.logs import ClusterLogs
 from hpcdask.jobs.state import OVER
 from hpcdask.logs import say
-from hpcdask.security.ports import PER_SCHEDULER, check_size
 from hpcdask.spec.signatures import describe, spell_out
 from hpcdask.spec.tags import group_id
 from hpcdask.upstream import distributed as upstream
 
 from . import scaling
-from .controller import Controller
-from .display import JobTable, chosen_jobs, html, text
+from .base import BaseCluster
+from .controller import SHUT_DOWN, Controller
+from .display import JobTable
+from .group import Group
 from .job import Job
-from .keywords import ADAPTIVE, ClusterKeywords, keywords_of_class
-from .messages import SHUT_DOWN, stopped
+from .keywords import ClusterKeywords, Time, keywords_of_class, seconds
 from .options import ClusterOptions
-from .scaling import GroupsAdaptive, JobAdaptive
 from .scheduler import ClusterScheduler
 
 _PARAMETERS = """
@@ -72,31 +68,9 @@ _PARAMETERS = """
     JobsFailed
         From `wait_for_workers` and Dask tasks: jobs keep ending before their workers connect.
 """
-#: Calls of `scale` under way: the event loop itself holds tasks weakly.
-_scalings: set[asyncio.Future[None]] = set()
 
 
-async def wait_unless(
-    workers: Coroutine[Any, Any, None],
-    why_not: Callable[[], Awaitable[HpcdaskError | None]],
-    jobs: Callable[[], JobTable],
-) -> None:
-    """Wait for workers, or raise why they will not come; a wait that is too long tells of jobs."""
-    waiting = asyncio.ensure_future(workers)
-    try:
-        while not waiting.done():
-            if (failure := await why_not()) is not None:
-                raise failure
-            await asyncio.wait([waiting], timeout=0.1)
-        await waiting
-    except TimeoutError as error:
-        error.add_note(f"Jobs: {jobs().counts() or 'none'}")
-        raise
-    finally:
-        waiting.cancel()
-
-
-class JobCluster(Cluster):
+class JobCluster(BaseCluster):
     """Base of the clusters for the several queueing systems; see `SLURMCUDACluster`.
 
     `queue_name` is the queue's name in `hpcdask.queues.registry`, `keywords` the dict of those that
@@ -126,54 +100,26 @@ class JobCluster(Cluster):
         return cast(Self, make(cls, keywords))  # it has the same methods
 
     def __init__(self, n_workers: int = 0, **keywords: Any) -> None:
-        for name in ("scheduler_job", "scheduler_timeout", "idle_timeout"):
-            if keywords.pop(name, None) is not None:
-                raise UsageError(f"{name} is for clusters with detached=True")
-        if keywords.pop("detached", False):
-            raise UsageError(
-                "detached=True: a class with an __init__ of its own cannot be detached, since the "
-                "cluster's process does not know it. Use the class of hpcdask"
-            )
+        for name in ("detached", "scheduler_job", "scheduler_timeout", "idle_timeout"):
+            if keywords.pop(name, None):
+                raise UsageError(f"{name} is for clusters with detached=True, of hpcdask's classes")
         asynchronous, loop = keywords.pop("asynchronous", False), keywords.pop("loop", None)
         self.options = ClusterOptions.read(type(self), {"n_workers": n_workers, **keywords})
         self.queue = self.options.queue
         self.groups = self.options.groups
         self.controller: Controller | None = None
-        self._own_scheduler = ClusterScheduler(
-            self.options.scheduler_cls,
-            self.options.scheduler,
-            self.options.security,
-            self.queue.is_local,
-            self._say,
-            self.options.port_range,
-        )
-        self._folder: ClusterFolder | None = None
-        self._making: asyncio.Future[ClusterFolder] | None = None
+        self._own_scheduler = ClusterScheduler(self.options, self._say)
         self._watchdog: watchdog.Watchdog | None = None
         self._ending: asyncio.Future[None] | None = None
         if any(group.n_workers for group in self.groups.values()):
             self.queue.check()
-        self._exits = contextlib.ExitStack()
+        super().__init__(asynchronous=asynchronous, loop=loop, name=self.options.name)
         if self.options.silence_logs:
             self._exits.enter_context(silence_logging_cmgr(level=self.options.silence_logs))
         if any(group.on_gpu for group in self.groups.values()):
             self._exits.enter_context(suiting_devices())
-        dask.config.set(prompt_clients())
-        loop = IOLoop.current() if loop is None and asynchronous else loop
-        super().__init__(
-            asynchronous=asynchronous, loop=loop, quiet=True, name=cast(str, self.options.name)
-        )
         self._instances.add(self)
-        if self.called_from_running_loop:
-            return  # the user's event loop starts it
-        upstream.loop_runner(self).start()
-        try:
-            self.sync(self._start)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, HpcdaskError):
-                raise error.with_traceback(None) from None  # the event loop's tells nothing
-            raise
+        self._begin()
 
     @functools.cached_property
     def id(self) -> str:
@@ -203,9 +149,7 @@ class JobCluster(Cluster):
         with contextlib.suppress(OSError):  # the folder is gone
             if warning := open_folder_warning():
                 self._say(warning)
-        # file systems may be slow; the end waits for it, to leave nothing
-        self._making = asyncio.ensure_future(asyncio.to_thread(self._make_folders))
-        folder = await asyncio.shield(self._making)
+        folder = await asyncio.to_thread(self._make_folders)  # file systems may be slow
         await self._own_scheduler.start()
         access: Any = self.security.get_connection_args("client")
         self.scheduler_comm = rpc(self._own_scheduler.address, connection_args=access)
@@ -228,7 +172,8 @@ class JobCluster(Cluster):
             over=self._end_by_itself,
         )
         for name, group in self.groups.items():
-            self.controller.add_group(name, group.workers, group.policy, **group.resources)
+            resources = group.spec.all_resources(on_gpu=group.on_gpu)
+            self.controller.add_group(name, group.workers, group.policy, **resources)
         self.controller.start()
         self.scheduler.extensions[MOST_WORKERS] = self._most_workers
         await super()._start()
@@ -265,10 +210,6 @@ class JobCluster(Cluster):
 
     async def _end(self) -> None:
         self.status = Status.closing
-        if self._making is not None:
-            await asyncio.wait([self._making])
-        if (adaptive := upstream.adaptive(self)) is not None:
-            adaptive.stop()
         if self.controller is not None:
             self.controller.expect_end()
         await self._own_scheduler.close()
@@ -281,7 +222,6 @@ class JobCluster(Cluster):
         finally:
             if self._folder is not None:
                 self._folder.remove_keys()
-            self._own_scheduler.remove_scratch()
         await super()._close()
         if self._watchdog is not None:
             self._watchdog.dismiss()
@@ -302,35 +242,7 @@ class JobCluster(Cluster):
         QueueError
             Jobs are still in the queue; the message names them. Another call tries again.
         """
-        try:
-            result: Awaitable[None] | None = super().close(timeout)
-        finally:
-            if not self.asynchronous and self.status == Status.closed:
-                upstream.loop_runner(self).stop()
-        return result
-
-    async def _ready(self) -> Self:
-        try:
-            await self._start()
-        except BaseException:
-            await self._close()
-            raise
-        return self
-
-    def __enter__(self) -> Self:
-        return cast(Self, super().__enter__())
-
-    async def __aenter__(self) -> Self:
-        return await self._ready()
-
-    def __await__(self) -> Any:
-        return self._ready().__await__()
-
-    async def _wait_for_workers(self, n_workers: int = 0, timeout: Any = None) -> None:
-        async def why_not() -> HpcdaskError | None:
-            return self.too_few(n_workers)
-
-        await wait_unless(super()._wait_for_workers(n_workers, timeout), why_not, self.jobs)
+        return super().close(timeout)
 
     # The number of workers
 
@@ -371,68 +283,20 @@ class JobCluster(Cluster):
             warning: the cluster tries again later.
         """
         self._running()  # of a closed cluster there is no event loop
-        scaled = functools.partial(self.scaled, n, jobs, memory, cores, **groups)
-        if not self.asynchronous:
-            try:
-                return self.sync(scaled)
-            except HpcdaskError as error:
-                raise error.with_traceback(None) from None  # the event loop's tells nothing
-        task = asyncio.ensure_future(scaled())
-        _scalings.add(task)
-        task.add_done_callback(self._tell_refusal)
-        task.add_done_callback(_scalings.discard)
-        return task
-
-    def scaled(
-        self,
-        n: int | None = None,
-        jobs: int = 0,
-        memory: str | int | None = None,
-        cores: int | None = None,
-        **groups: int,
-    ) -> Coroutine[Any, Any, None]:
-        """Return the work of `scale`, for a caller who awaits it and tells of its failure."""
         given = {"n": n, "jobs": jobs, "memory": memory, "cores": cores}
+        scaling.check_names(self.scale, self.groups, given, groups)
         wishes = scaling.wishes(self.groups, given, groups)
-        self._running()
         if any(wishes.values()):
             self.queue.check()
-        return self._scale(wishes)
-
-    def _tell_refusal(self, task: asyncio.Future[None]) -> None:
-        """Print why a call of `scale` in an event loop has failed, for which nobody may wait."""
-        if not task.cancelled() and isinstance(error := task.exception(), HpcdaskError):
-            self._say(stopped(error))
+        return self._request("scale", self._scale, wishes)
 
     async def _scale(self, wishes: Mapping[str, int]) -> None:
         controller = self._running()
-        self._check_ports(wishes)
-        for name in wishes:
-            controller.groups[name].reset_failures()
-        self.wish(wishes, by_user=True)
-        await controller.wait_submitted(wishes)
-
-    def wish(self, wishes: Mapping[str, int], *, by_user: bool = False) -> None:
-        """Set the number of workers of each of these groups, and do not wait."""
-        controller = self._running()
         for name, n in wishes.items():
-            jobs = math.ceil(n / self.groups[name].workers)
-            controller.groups[name].want(jobs, emptied=by_user and not n)
-
-    def _check_ports(self, wishes: Mapping[str, int]) -> None:
-        """Raise UsageError for more workers of this machine than the range of ports has."""
-        if not self.queue.is_local or self.controller is None:
-            return
-        groups = self.controller.groups.items()
-        wanted = {name: one.wanted * one.size for name, one in groups}
-        check_size(
-            self.options.port_range,
-            sum({**wanted, **wishes}.values()),
-            ucx=all(group.spec.protocol == "ucx" for group in self.groups.values()),
-            more=PER_SCHEDULER,
-            where="on this machine",
-            option="port_range",
-        )
+            controller.groups[name].reset_failures()
+            controller.groups[name].want(n, emptied=not n)
+        for name in wishes:
+            await controller.groups[name].wait_submitted()
 
     def _running(self) -> Controller:
         if self.controller is None or self.status not in (Status.starting, Status.running):
@@ -440,29 +304,33 @@ class JobCluster(Cluster):
             raise UsageError(SHUT_DOWN if shut_down else "this cluster is closed: make a new one")
         return self.controller
 
+    @property
+    def _groups(self) -> dict[str, Group]:
+        """Return the groups and their jobs; none before the start."""
+        return self.controller.groups if self.controller else {}
+
     def limits(self) -> dict[str, float]:
         """Return how many workers each group may come to have without further ado."""
         adaptive = upstream.adaptive(self)
-        limits: dict[str, float] = {name: len(self.names([name])) for name in self.groups}
+        limits: dict[str, float] = {name: len(one.names()) for name, one in self._groups.items()}
         if adaptive is not None and adaptive.state in ("starting", "running"):
-            limits |= {name: one.maximum for name, one in adaptive.groups.items()}
+            limits |= {name: most for name, (_, most) in adaptive.bounds.items()}
         return limits
 
     def _most_workers(self) -> float:
         """Return how many workers there may come to be, for gangs."""
-        assert self.controller is not None
-        groups = self.controller.groups.items()
         limits = self.limits()
-        return sum(limits[name] for name, group in groups if group.failure is None)
+        return sum(limits[name] for name, one in self._groups.items() if one.failure is None)
 
     def too_few(self, n_workers: int) -> HpcdaskError | None:
         """Return why there will not be so many workers; None if they may come."""
-        groups = self.controller.groups if self.controller else {}
-        failed = [group for group in groups.values() if group.failure is not None]
-        left = self.names(name for name, one in groups.items() if one.failure is None)
-        if failed and (len(failed) == len(groups) or len(left | self.observed) < n_workers):
-            return failed[0].failure
-        return None
+        working = [one for one in self._groups.values() if one.failure is None]
+        workers = self.scheduler.workers.values() if self.scheduler else ()
+        left = {name for one in working for name in one.names()} | {str(ws.name) for ws in workers}
+        return self.failure if not working or len(left) < n_workers else None
+
+    async def _why_not(self, n_workers: int) -> HpcdaskError | None:
+        return self.too_few(n_workers)
 
     def adapt(  # type: ignore[override]
         self,
@@ -475,8 +343,12 @@ class JobCluster(Cluster):
         maximum_memory: str | int | None = None,
         minimum_cores: int | None = None,
         maximum_cores: int | None = None,
-        Adaptive: type[Adaptive] = JobAdaptive,
-        **kwargs: Any,
+        interval: Time | None = None,
+        wait_count: int | None = None,
+        target_duration: Time | None = None,
+        worker_key: Callable[[WorkerState], Any] | None = None,
+        memory_ratio: float | None = None,
+        **groups: tuple[int, float | None],
     ) -> Adaptive:
         """Make the number of workers follow the work.
 
@@ -484,23 +356,23 @@ class JobCluster(Cluster):
 
         Parameters
         ----------
-        minimum, maximum : int
+        minimum, maximum
             Bound in workers. Default: 0, and no maximum.
-        minimum_jobs, maximum_jobs : int
+        minimum_jobs, maximum_jobs
             Bound in jobs.
-        minimum_memory, maximum_memory : str or int
+        minimum_memory, maximum_memory
             Bound in host memory of all workers together.
-        minimum_cores, maximum_cores : int
+        minimum_cores, maximum_cores
             Bound in threads of all workers together.
-        Adaptive : type
-            Class that decides.
-        **kwargs
-            ``interval`` (time between two looks, default 1 s) and ``wait_count`` (looks in a row at
-            which a worker is idle before it leaves, default 3): their product is the time that idle
-            workers stay. ``target_duration``, ``worker_key`` and ``memory_ratio`` are those of
-            `distributed.deploy.adaptive.Adaptive`. In a cluster with groups, the least and most
-            workers of each, as in ``adapt(gpu=(0, 16), cpu=(0, 64))``, in place of the other
-            bounds. Groups that are not named stay as they are.
+        interval, wait_count
+            Time between two looks (default 1 s), and looks in a row at which a worker is idle
+            before it leaves (default 3): their product is the time that idle workers stay.
+        target_duration, worker_key, memory_ratio
+            Those of `distributed.deploy.adaptive.Adaptive`.
+        **groups
+            In a cluster with groups, the least and most workers of each, as in
+            ``adapt(gpu=(0, 16), cpu=(0, 64))``, in place of the other bounds. Groups that are not
+            named stay as they are.
 
         Returns
         -------
@@ -515,43 +387,29 @@ class JobCluster(Cluster):
             `maximum` is less than one job, or this machine has no such queueing system.
         """
         given = {name: one for name, one in locals().items() if name[:3] in ("min", "max")}
-        grouped = "" not in self.groups
-        named = {}
-        if grouped:
-            named = {name: kwargs.pop(name) for name in list(kwargs) if name not in ADAPTIVE}
-            given |= {} if Adaptive is JobAdaptive else {"Adaptive": Adaptive}
-        elif Adaptive is JobAdaptive:
-            scaling.check_adaptive(self.adapt, kwargs)
-        bounds = scaling.bounds(self.groups, given, named)
-        kwargs |= scaling.times(kwargs)
+        scaling.check_names(self.adapt, self.groups, given, groups)
+        keywords: dict[str, Any] = {
+            "bounds": scaling.bounds(self.groups, given, groups),
+            # an interval of 0 is for who adapts by hand
+            "interval": interval and seconds(interval, "adapt: interval"),
+            "target_duration": seconds(target_duration, "adapt: target_duration"),
+            "wait_count": wait_count,
+            "worker_key": worker_key,
+            "memory_ratio": memory_ratio,
+        }
         controller = self._running()
         self.queue.check()
-        for name in bounds:
+        for name in keywords["bounds"]:
             controller.groups[name].reset_failures()
-        if grouped:
-            return super().adapt(GroupsAdaptive, bounds=bounds, **kwargs)
-        least, most = bounds[""]
-        return super().adapt(Adaptive, minimum=least, maximum=most, **kwargs)
+        return super().adapt(scaling.JobAdaptive, **keywords)
 
     @property
     def plan(self) -> set[str]:
         """Return the names of the workers that are wanted."""
-        return self.names(self.groups)
+        return {name for group in self._groups.values() for name in group.names()}
 
     #: Names of the workers that are asked for.
     requested = plan
-
-    @property
-    def observed(self) -> set[str]:
-        """Return the names of the workers that are connected."""
-        groups = self.controller.groups.values() if self.controller else ()
-        connected = (states for group in groups for states in group.connected().values())
-        return {str(ws.name) for states in connected for ws in states}
-
-    def names(self, groups: Iterable[str]) -> set[str]:
-        """Return the names of the workers of these groups that are wanted."""
-        known = self.controller.groups if self.controller else {}
-        return {name for group in groups if group in known for name in known[group].names()}
 
     # What it shows
 
@@ -577,7 +435,7 @@ class JobCluster(Cluster):
     @property
     def job_name(self) -> str:
         """Return the jobs' name in the queue, or that of the first group's."""
-        return next(iter(self.groups.values())).name
+        return next(iter(self.groups.values())).asked.name
 
     @property
     def workers(self) -> dict[str, Job]:
@@ -585,47 +443,14 @@ class JobCluster(Cluster):
         return {job.id: job for job in self.jobs() if job.state not in OVER}
 
     def jobs(self) -> JobTable:
-        """Return the state of all jobs, including those that are over."""
         controller = self.controller
         return JobTable(controller.jobs(), controller.waits) if controller else JobTable()
 
-    def job_logs(
-        self, *ids: str | int | Iterable[str | int], lines: int | None = None
-    ) -> dict[str, str]:
-        """Return the logs of jobs, by id, including those of jobs that are over.
-
-        Parameters
-        ----------
-        *ids
-            Ids of jobs, or lists of ids. Default: all jobs.
-        lines
-            How many of the last lines of each log. Default: all.
-        """
-        if self._folder is None:
-            return {}
-        known = [str(job.id) for job in self.jobs()]
-        wanted = chosen_jobs(ids, known) if ids else known
-        found = self._folder.tails(wanted, lines)
-        return {job_id: "\n".join(text) for job_id, text in found.items()}
-
-    def logs(self, lines: int | None = None) -> str:
-        """Return the logs of all jobs as one: time, node, worker, level and text of each line.
-
-        Parameters
-        ----------
-        lines
-            How many of the last lines. Default: all.
-        """
-        found = ClusterLogs(self._folder).read() if self._folder else []
-        return "\n".join(map(str, found[max(0, len(found) - lines) if lines is not None else 0 :]))
-
     def gpus(self) -> GpuTable:
-        """Return what the GPUs of all workers do now; empty while none was sampled."""
         return GpuTable.of(self.scheduler)
 
     @property
     def failure(self) -> HpcdaskError | None:
-        """Return why the cluster or a group submits no more jobs; None while all is well."""
         return self.controller.failure if self.controller else None
 
     def _say(self, line: str) -> None:
@@ -639,19 +464,10 @@ class JobCluster(Cluster):
 
     @property
     def tunnel(self) -> str:
-        """Return the command that brings the dashboard to the user's machine, if one is needed."""
         return self._own_scheduler.tunnel
 
-    def __repr__(self) -> str:
-        link = self.dashboard_link if self.status == Status.running else ""
-        status = text(self.jobs(), self.failure, link, self.tunnel)
-        return f"{', '.join([super().__repr__().removesuffix(')'), *status])})"
-
-    def _repr_html_(self, cluster_status: str | None = None) -> str:
-        gpus = self.gpus()
-        transport = transport_of(self.scheduler, on_device=bool(gpus))
-        status = html(self.jobs(), gpus, self.failure, self.tunnel, transport=transport)
-        return str(super()._repr_html_(f"{cluster_status or ''}{status}"))
+    def _transport(self) -> str:
+        return transport_of(self.scheduler, on_device=bool(self.gpus()))
 
 
 @atexit.register

@@ -1,15 +1,18 @@
-"""hpcdask list, hpcdask down."""
+"""hpcdask list, down, up, scale, attach."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
+import inspect
 import itertools
 import json
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, get_args, get_origin
 
 import click
 
@@ -20,9 +23,10 @@ from hpcdask.jobs.detached import ENDED, NOTEBOOK, ControlRecord, holder
 from hpcdask.jobs.discovery import ClusterRecord, survey
 from hpcdask.jobs.folder import BATCH, ClusterFolder, list_clusters, prune
 from hpcdask.jobs.state import JobReport
-from hpcdask.logs import complain, plural
+from hpcdask.logs import complain, plural, say
 from hpcdask.queues.job_state import WAITING
-from hpcdask.queues.registry import queue_class
+from hpcdask.queues.registry import queue_class, systems
+from hpcdask.spec.argv import make_command, option_name, read
 from hpcdask.spec.help import folder_option
 from hpcdask.spec.tags import parse_tag
 
@@ -31,6 +35,8 @@ OVER_S = 86400.0
 #: Columns of a table that goes to a file or pipe.
 WIDE = 200
 Row = dict[str, Any]
+
+# Showing them
 
 
 @click.command(name="list", epilog="Example: hpcdask list --jobs")
@@ -54,17 +60,19 @@ async def _list(base: str | None, of_jobs: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     elif rows and of_jobs:
-        _print_jobs(rows)
+        heads = ["cluster", "group", "job", "state", "queue", "since", "owner"]
+        if not any(row["group"] for row in rows):
+            heads.remove("group")
+        _print(heads, map(_joined, map(list, _arrays(rows))))
     elif rows:
-        heads = ("name", "id", "kind", "state", "queue", "jobs", "since", "note")
-        cells = [[*(str(row[head]) for head in heads[:6]), _date(row["since"])] for row in rows]
-        _print(heads, [[*some, row["why"]] for some, row in zip(cells, rows, strict=True)])
+        heads = ["name", "id", "kind", "state", "queue", "jobs", "since", "note"]
+        _print(heads, ({**row, "note": row["why"]} for row in rows))
     elif not (of_jobs and problems):
         click.echo("No cluster of yours has jobs." if of_jobs else "You have no cluster.")
-    for cluster in clusters:
-        if of_jobs and cluster.elsewhere:
+    for cluster in clusters if of_jobs else ():
+        if cluster.elsewhere:
             click.echo(f"{cluster.name}: {_ask_there(cluster, 'list --jobs')}", err=True)
-        if of_jobs and (problem := cluster.problem()):
+        if problem := cluster.problem():
             click.echo(f"{cluster.name}: {problem.splitlines()[0]}", err=True)
     for error in problems.values():
         complain(error)
@@ -73,7 +81,7 @@ async def _list(base: str | None, of_jobs: bool, as_json: bool) -> None:
 
 
 async def _cluster_rows(clusters: Sequence[ClusterRecord], base: str | None) -> list[Row]:
-    found = [await _cluster_row(cluster) for cluster in clusters if cluster.folder]
+    found = [await _cluster_row(one, one.folder) for one in clusters if one.folder]
     ended = [
         folder
         for folder in list_clusters(base)
@@ -84,29 +92,24 @@ async def _cluster_rows(clusters: Sequence[ClusterRecord], base: str | None) -> 
     return found + list(await asyncio.gather(*(run.row() for run in runs.listed())))
 
 
-async def _cluster_row(cluster: ClusterRecord) -> Row:
-    folder, count = cluster.folder, len(cluster.jobs)
-    assert folder is not None
+async def _cluster_row(cluster: ClusterRecord, folder: ClusterFolder) -> Row:
+    count = len(cluster.jobs)
+    record: ControlRecord | None = ControlRecord(folder.name)
     try:
         record = ControlRecord.read(folder)
-    except UsageError as error:
-        return _row(folder, ControlRecord(folder.name), "unknown", str(error), count)
+        gone = await detached.why_gone(folder) or "" if record else ""
+    except HpcdaskError as error:
+        return _row(folder, record, "unknown", str(error), count)
     problem = cluster.problem().partition("\n")[0]  # it may end with a log's lines
     if record is None:
         words = {True: "running", False: "dead", None: "cannot be seen from here"}
-        gone = " is gone" if cluster.lives is False else ""
-        why = f"process {folder.owner.pid} on {folder.owner.host}{gone}"
-        return _row(folder, None, words[cluster.lives], problem or why, count)
-    try:
-        why = await detached.why_gone(folder) or ""
-    except HpcdaskError as error:
-        return _row(folder, record, "unknown", str(error), count)
-    state = "dead" if why and record.state not in (detached.ENDING, ENDED) else record.state
-    seen = cluster.scheduler
-    if not (why or problem) and seen is not None and seen.state in WAITING:
+        return _row(folder, None, words[cluster.lives], problem or _owner(cluster), count)
+    state = "dead" if gone and record.state not in (detached.ENDING, ENDED) else record.state
+    seen, why = cluster.scheduler, gone or problem
+    if not why and seen is not None and seen.state in WAITING:
         reason = f" ({seen.reason})" if seen.reason else ""
         why = f"its scheduler's job {seen.id} is {seen.state}{reason}"
-    return _row(folder, record, state, why or problem, count)
+    return _row(folder, record, state, why, count)
 
 
 def _row(
@@ -129,89 +132,62 @@ def _job_rows(clusters: Sequence[ClusterRecord]) -> list[Row]:
     """Return a row for each job, those of schedulers first."""
     rows = []
     for cluster in clusters:
-        folder = cluster.folder
-        owner = folder.owner if folder else None
-        reports = [(job, by_cluster, False) for job, by_cluster in cluster.reports()]
+        reports = [(job, "cluster" if own else "queue", False) for job, own in cluster.reports()]
         if cluster.scheduler is not None:
-            made = folder.created if folder else None
-            reports.insert(0, (JobReport.of_queue(cluster.scheduler, made, ""), False, True))
-        rows += [
-            {
-                "cluster": cluster.name,
-                "group": job.group or None,
-                "job": job.id,
-                "state": str(job.state),
-                "reason": job.reason,
-                "told_by": "cluster" if by_cluster else "queue",
-                "workers": job.workers,
-                "scheduler": is_scheduler,
-                "queue": cluster.queue,
-                "since": job.since,
-                "nodes": job.nodes,
-                "held_by": holder(folder) if folder else None,
-                "notebook": {
-                    "lives": cluster.lives,
-                    "host": owner and owner.host,
-                    "pid": owner and owner.pid,
-                },
-            }
-            for job, by_cluster, is_scheduler in reports
-        ]
+            made = cluster.folder.created if cluster.folder else None
+            reports.insert(0, (JobReport.of_queue(cluster.scheduler, made, ""), "queue", True))
+        for job, told_by, is_scheduler in reports:
+            known = {"cluster": cluster.name, "queue": cluster.queue, "lives": cluster.lives}
+            owner = "the cluster's scheduler" if is_scheduler else _owner(cluster)
+            known |= {"job": job.id, "told_by": told_by, "scheduler": is_scheduler, "owner": owner}
+            rows.append({**known, **job.to_json()})
     return rows
 
 
-def _print_jobs(rows: Sequence[Row]) -> None:
-    grouped = any(row["group"] for row in rows)
-    table = []
-    for _, alike in itertools.groupby(rows, _array):
-        row, *others = alike
-        if others:
-            row = {**row, "job": f"{row['job']} and {len(others)} more"}
-        batch = _is_batch(row["cluster"])
-        says = "" if batch or row["told_by"] == "cluster" else "says the queue"
-        more = ", ".join(filter(None, [row["reason"], says]))
-        state = f"{row['state']} ({more})" if more else row["state"]
-        group = [row["group"] or ""] * grouped
-        cells = [row["cluster"], *group, row["job"], state, row["queue"], _date(row["since"])]
-        table.append([*cells, "hpcdask submit" if batch else _owner(row)])
-    _print(("cluster", *["group"] * grouped, "job", "state", "queue", "since", "owner"), table)
-
-
-def _array(row: Row) -> tuple[str, ...]:
-    """Return what jobs of an array have in common that wait for the same reason."""
-    array, _, element = row["job"].rpartition("_")
-    one = "" if array and row["state"] in WAITING else element
-    return row["cluster"], array, one, row["state"], row["reason"], row["told_by"]
-
-
-def _owner(row: Row) -> str:
-    if row["scheduler"]:
-        return "the cluster's scheduler"
-    if row["held_by"] is None:
+def _owner(cluster: ClusterRecord) -> str:
+    if _is_batch(cluster.name):
+        return "hpcdask submit"
+    if cluster.folder is None:
         return "its folder is not here"
-    known = row["notebook"]
-    how = {True: "", False: " is gone", None: " cannot be seen from here"}[known["lives"]]
-    what = "notebook, process" if row["held_by"] == NOTEBOOK else row["held_by"]
-    return f"{what} {known['pid']} on {known['host']}{how}"
+    how = {True: "", False: " is gone", None: " cannot be seen from here"}[cluster.lives]
+    what, owner = holder(cluster.folder), cluster.folder.owner
+    what = "notebook, process" if what == NOTEBOOK else what
+    return f"{what} {owner.pid} on {owner.host}{how}"
 
 
-def _date(since: float | None) -> str:
-    if since is None:
-        return ""
-    return datetime.datetime.fromtimestamp(since).strftime("%Y-%m-%d %H:%M:%S")
+def _arrays(rows: Iterable[Row]) -> Iterable[Iterable[Row]]:
+    """Yield the rows in parts: jobs of an array that wait for the same reason are together."""
+
+    def common(row: Row) -> tuple[str, ...]:
+        array, _, element = row["job"].rpartition("_")
+        one = "" if array and row["state"] in WAITING else element
+        return row["cluster"], array, one, row["state"], row["reason"], row["told_by"]
+
+    return (part for _, part in itertools.groupby(rows, common))
 
 
-def _print(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _joined(rows: list[Row]) -> Row:
+    """Return the row of a table for jobs that are alike."""
+    row = rows[0]
+    by_queue = row["told_by"] == "queue" and not _is_batch(row["cluster"])
+    more = ", ".join(filter(None, [row["reason"], "says the queue" if by_queue else ""]))
+    job = f"{row['job']} and {len(rows) - 1} more" if len(rows) > 1 else row["job"]
+    return {**row, "job": job, "state": f"{row['state']} ({more})" if more else row["state"]}
+
+
+def _print(heads: Sequence[str], rows: Iterable[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for head in heads:
-        wraps = head in ("note", "name", "cluster", "group", "state", "owner")
-        table.add_column(head, overflow="fold", no_wrap=not wraps or head == "state" == heads[3])
+        whole = head in ("id", "kind", "job", "queue", "jobs", "since")
+        table.add_column(head, overflow="fold", no_wrap=whole)
     for row in rows:
-        table.add_row(*map(Text, row))
+        since = row["since"] and str(datetime.datetime.fromtimestamp(int(row["since"])))
+        cells = {**row, "since": since}
+        table.add_row(*(Text(str("" if cells[head] is None else cells[head])) for head in heads))
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)
 
 
@@ -238,8 +214,7 @@ def down(base: str | None, names: tuple[str, ...], dead: bool, every: bool, yes:
     """
     if bool(names) == (dead or every):
         raise UsageError("hpcdask down: name clusters, or give --dead for what was left behind")
-    work = _end_dead(base, every, yes) if dead or every else _end_named(base, names)
-    errors = asyncio.run(work)
+    errors = asyncio.run(_end_named(base, names) if names else _end_dead(base, every, yes))
     for error in errors:
         complain(error)
     if errors:
@@ -269,24 +244,18 @@ async def _end_named(base: str | None, names: Sequence[str]) -> list[HpcdaskErro
     clusters, problems = await survey(base) if others else ([], {})
     there = {cluster.name: cluster for cluster in clusters}  # some have no folder here
     live = [folder for folder in folders if folder.ended is None]
-    unknown = []
     for name in others:
-        ids = [folder.name for folder in detached.resolve(name, live, known)]
-        ids = ids or [one for one in there if one == name or one.startswith(name)]
-        if name in there or len(ids) == 1:
-            errors += await _end(there[name if name in there else ids[0]], problems)
+        ids = [name] if name in there else [one.name for one in detached.resolve(name, live, known)]
+        ids = ids or [one for one in there if one.startswith(name)]
+        if len(ids) == 1:
+            errors += await _end(there[ids[0]], problems)
         elif ids:
             text = f"several clusters are called {name}: say which by id: {', '.join(ids)}"
             errors.append(UsageError(text))
         else:
-            unknown.append(name)
-    if unknown:
-        errors.append(
-            UsageError(
-                f"no cluster of yours that is not over is called {', '.join(unknown)}. There "
-                f"{'are: ' + ', '.join(there) if there else 'is none'}"
-            )
-        )
+            which = f"are: {', '.join(there)}" if there else "is none"
+            text = f"no cluster of yours that is not over is called {name}. There {which}"
+            errors.append(UsageError(text))
     return errors
 
 
@@ -297,9 +266,9 @@ async def _end_dead(base: str | None, every: bool, yes: bool) -> list[HpcdaskErr
     chosen = [
         one for one in found if one.folder and (one.lives is False or (every and one.lives is None))
     ]
-    for cluster in found:
-        if cluster not in chosen and cluster.jobs:
-            click.echo(f"{cluster.name}: {_why_not(cluster)}")
+    kept = [cluster for cluster in found if cluster not in chosen and cluster.jobs]
+    for cluster in kept:
+        click.echo(f"{cluster.name}: {_why_kept(cluster)}. To cancel: hpcdask down {cluster.name}")
     total = sum(len(cluster.jobs) for cluster in chosen)
     if total and not yes:
         names = ", ".join(cluster.name for cluster in chosen if cluster.jobs)
@@ -313,11 +282,10 @@ async def _end_dead(base: str | None, every: bool, yes: bool) -> list[HpcdaskErr
         errors += some
     listed = runs.listed()
     whys = await asyncio.gather(*(run.clear() for run in listed))
-    killed = {run.file: why for run, why in zip(listed, whys, strict=True) if why}
-    for name, why in killed.items():
-        click.echo(f"{name}: removed, with its keys; {why}")
-    unseen = any(cluster.jobs and cluster.lives is None for cluster in found)
-    if not chosen and not killed and not unseen:
+    for run, why in zip(listed, whys, strict=True):
+        if why:
+            click.echo(f"{run.file}: removed, with its keys; {why}")
+    if not (chosen or any(whys) or any(cluster.lives is None for cluster in kept)):
         click.echo("Nothing was left over.")
     if old := prune(base):
         click.echo(f"removed the folders of clusters that ended long ago: {', '.join(old)}")
@@ -355,25 +323,15 @@ async def _end(cluster: ClusterRecord, problems: Mapping[str, QueueError]) -> li
         error.args = (f"{cluster.name}: {error}",)
         return [error]
     if lives:
-        tell(f"its jobs are gone, but {_where(cluster)} still runs and may submit others")
+        tell(f"its jobs are gone, but {_owner(cluster)} still runs and may submit others")
         return []
     if folder:
         detached.mark_ended(folder, "hpcdask down --dead")
-    count = len(cluster.jobs)
-    tell(
-        f"{plural(count, 'job')} cancelled and gone; no keys are left"
-        if count
-        else "no jobs and no keys are left"
+    jobs = (
+        f"{plural(len(cluster.jobs), 'job')} cancelled and gone;" if cluster.jobs else "no jobs and"
     )
+    tell(f"{jobs} no keys are left")
     return []
-
-
-def _where(cluster: ClusterRecord) -> str:
-    """Return what holds the cluster, in words."""
-    if cluster.folder is None:
-        return "a notebook whose folder is not here"
-    owner = cluster.folder.owner
-    return f"its {holder(cluster.folder)} (process {owner.pid} on {owner.host})"
 
 
 def _is_batch(name: str) -> bool:
@@ -381,17 +339,131 @@ def _is_batch(name: str) -> bool:
     return name.startswith(BATCH) and "-" in name.removeprefix(BATCH)
 
 
-def _why_not(cluster: ClusterRecord) -> str:
-    count, down = plural(len(cluster.jobs), "job"), f"To cancel: hpcdask down {cluster.name}"
+def _why_kept(cluster: ClusterRecord) -> str:
+    count = plural(len(cluster.jobs), "job")
     if _is_batch(cluster.name):
-        return f"kept {count} of hpcdask submit. {down}"
-    if cluster.lives:
-        return f"kept {count}, since {_where(cluster)} still runs. {down}"
-    return (
-        f"kept {count}, since {_where(cluster)} cannot be seen from here. "
-        f"{down}{', or --dead --all' * (cluster.folder is not None)}"
-    )
+        return f"kept {count} of hpcdask submit"
+    every = " (--dead --all counts it as gone)" if cluster.folder and not cluster.lives else ""
+    return f"kept {count}: {_owner(cluster)}{' still runs' if cluster.lives else every}"
 
 
 def _ask_there(cluster: ClusterRecord, command: str) -> str:
     return f"its jobs are processes of {cluster.elsewhere}. There: hpcdask {command}"
+
+
+# Detached clusters
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True},
+    epilog="Example: hpcdask up mine --system slurm --cores 8 --memory 64GiB",
+)
+@click.argument("name")
+@click.option("--system", type=click.Choice(list(systems())), required=True, help="Of the jobs.")
+@click.argument("keywords", nargs=-1, type=click.UNPROCESSED, metavar="[--KEYWORD VALUE …]")
+def up(name: str, system: str, keywords: tuple[str, ...]) -> None:
+    """Start a detached cluster of jobs, which runs on after this command.
+
+    The keywords are those of the system's cluster class, such as --gpus-per-job 1. A list is given
+    by an option for each item, a mapping as JSON: --scheduler-job '{"cores": 2}', or null for a
+    process of this host.
+    """
+    import hpcdask
+
+    cls = getattr(hpcdask, systems()[system].cluster)
+    cluster = cls(**{**_keywords(cls, keywords), "name": name, "detached": True})
+    click.echo(f"{name} runs: {cluster.id}, {cluster.scheduler_address}")
+    click.echo(
+        f"Next: hpcdask scale {name} N for N workers, hpcdask attach {name} -- program.py, "
+        f"hpcdask list, and at the end hpcdask down {name}"
+    )
+    cluster.close()
+
+
+def _keywords(cls: type, words: tuple[str, ...]) -> dict[str, Any]:
+    """Return options as the keywords of a class, with values of its types."""
+    known = {name: one.annotation for name, one in inspect.signature(cls).parameters.items()}
+    options = [click.Option([option_name(name)], multiple=True) for name in known if name != "name"]
+    command = make_command("hpcdask up", "", options)
+    given = read(command, words, lambda error: f"hpcdask up: {error.format_message()}")
+    return {name: _value(known[name], list(some)) for name, some in given.items() if some}
+
+
+def _value(annotation: Any, values: list[str]) -> Any:
+    """Return the value of an option; the class itself raises an error for a wrong one."""
+    kinds = [*get_args(annotation), annotation]
+    if any(get_origin(kind) is list for kind in kinds):
+        return values
+    if str not in kinds:
+        with contextlib.suppress(ValueError):
+            return json.loads(values[-1])
+    return values[-1]
+
+
+@click.command(epilog="Example: hpcdask scale mine 8")
+@folder_option
+@click.argument("name")
+@click.argument("workers", nargs=-1, required=True, metavar="N | GROUP=N …")
+def scale(base: str | None, name: str, workers: tuple[str, ...]) -> None:
+    """Set how many workers a detached cluster has.
+
+    Adaptive scaling ends. With groups: hpcdask scale mine gpu=8 cpu=32
+    """
+    from .detached.attached import attach
+    from .display import JobTable
+
+    pairs = [text.rpartition("=") for text in workers]
+    wanted = {group: int(number) for group, _, number in pairs if number.isdecimal()}
+    if len(wanted) < len(workers) or ("" in wanted and len(wanted) > 1):
+        raise UsageError(
+            f"hpcdask scale: {' '.join(workers)}: give one number of workers, or GROUP=NUMBER for "
+            f"each group"
+        )
+    with attach(name, folder=base) as cluster:
+        if cluster.adapts:
+            cluster.stop_adapting()
+            click.echo(f"{name}: adaptive scaling is off")
+        cluster.scale(wanted.pop("", None), **wanted)
+        jobs = cluster.jobs()
+        staying = JobTable(job for job in jobs if not (job.cancelled or job.leaving))
+        click.echo(
+            f"{name}: {plural(len(cluster.plan), 'worker')} wanted; jobs: "
+            f"{staying.counts() or 'none'}"
+        )
+        if jobs.problem:
+            say(f"warning: {jobs.problem}")
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="Example: hpcdask attach mine -- script.py",
+)
+@folder_option
+@click.argument("name")
+@click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[PROGRAM [ARGUMENTS]...]")
+def attach(base: str | None, name: str, program: tuple[str, ...]) -> None:
+    """Run a Python program on a detached cluster.
+
+    Client() without arguments connects to it. Without a program, only see that it can be reached.
+    """
+    from .detached.attached import attach
+
+    with attach(name, folder=base) as cluster:
+        address = cluster.scheduler_address
+        has_keys = cluster.security.require_encryption
+        if program and not cluster.plan and not cluster.adapts:
+            say(
+                f"warning: {name} has no workers and wants none, so that Dask tasks wait: "
+                f"hpcdask scale {name} N"
+            )
+        if problem := cluster.jobs().problem:
+            say(f"warning: {problem}")
+    if not program:
+        click.echo(f"{name} runs: {cluster.id}, {address}")
+        return
+    os.environ["DASK_SCHEDULER_ADDRESS"] = address
+    if has_keys:
+        loader = "hpcdask.jobs.access.load_security"
+        os.environ["DASK_DISTRIBUTED__CLIENT__SECURITY_LOADER"] = loader
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *program])

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
 
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import TaskState
 
 from hpcdask.client.defaults import send_at_once
-from hpcdask.errors import ClusterError, HpcdaskError, QueueError
+from hpcdask.errors import ClusterError, HpcdaskError, QueueError, root_cause
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import OVER, ClusterReport
 from hpcdask.logs import DIED, say
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import QueueStatus
 
-from . import messages, retire
+from . import retire
 from .group import Group
 from .job import Job, Policy
 
-T = TypeVar("T")
+#: Why a cluster ends that nobody closed.
+SHUT_DOWN = (
+    "the scheduler was shut down, such as by Client.shutdown, so its jobs are cancelled and this "
+    "cluster is closed: make a new one"
+)
 #: Longest pause between two queries of a queue that does not answer.
 BACK_OFF_S = 120.0
 #: Pause after a step in seconds for each job, and at most: a step looks at all jobs and takes about
@@ -47,24 +51,28 @@ class WorkerEvents(SchedulerPlugin):
         self._controller = controller
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """See `SchedulerPlugin.add_worker`."""
         send_at_once(scheduler.stream_comms[worker])
         self._controller.wake()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """See `SchedulerPlugin.remove_worker`."""
         self._controller.wake()
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """See `SchedulerPlugin.log_event`: a nanny's line on its worker's death."""
-        if topic == DIED:
+        if topic == DIED:  # a nanny's line on its worker's death
             say(str(msg))
 
     async def before_close(self) -> None:
-        """See `SchedulerPlugin.before_close`."""
-        self._controller.scheduler_closes()
+        """End the cluster, since somebody else closes the scheduler, unless the end is meant."""
+        controller = self._controller
+        if not controller.closing:
+            for group in controller.groups.values():
+                group.failure = ClusterError(SHUT_DOWN)
+            controller.say(f"error: {SHUT_DOWN}")
+            controller.expect_end()
+            controller.over()
 
 
+@dataclass(eq=False)
 class Controller:
     """Control of the jobs of a cluster, which come in groups.
 
@@ -75,32 +83,20 @@ class Controller:
     scheduler.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        queue: Queue,
-        folder: ClusterFolder,
-        *,
-        poll_interval_s: float,
-        say: Callable[[str], None],
-        over: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.scheduler = scheduler
-        self.queue = queue
-        self.folder = folder
-        self.poll_interval_s = poll_interval_s
-        self.say = say
-        self.groups: dict[str, Group] = {}
-        self.closing = False
-        self.settled = asyncio.Condition()
-        self._over = over
-        self._warned: set[str] = set()
-        self._changed = asyncio.Event()
-        self._reporting = asyncio.Event()
-        self._reading = asyncio.Lock()
-        self._nannies: dict[str, str] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._reports: asyncio.Task[None] | None = None
+    scheduler: Scheduler
+    queue: Queue
+    folder: ClusterFolder
+    poll_interval_s: float
+    say: Callable[[str], None]
+    over: Callable[[], None] = lambda: None
+    groups: dict[str, Group] = field(default_factory=dict)
+    closing: bool = False
+    settled: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _warned: set[str] = field(default_factory=set)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _reporting: asyncio.Event = field(default_factory=asyncio.Event)
+    _nannies: dict[str, str] = field(default_factory=dict)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def add_group(self, name: str, size: int, policy: Policy, **resources: float) -> Group:
         """Add a group of jobs of `size` workers, each of which has these resources."""
@@ -113,13 +109,13 @@ class Controller:
         """Begin to watch. Nothing is asked of the queue before there is a job."""
         retire.ignore_removed(self.scheduler)
         self.scheduler.add_plugin(WorkerEvents(self))
-        self.spawn(self._act())
-        self.spawn(self._query())
-        self._reports = asyncio.create_task(self._report())
+        for work in (self._act(), self._query(), self._report()):
+            self.spawn(work)
 
     def jobs(self) -> list[Job]:
         """Return all jobs of all groups, including those that are over."""
-        return [job for group in self.groups.values() for job in group.all_jobs()]
+        both = (some for group in self.groups.values() for some in (group.past, group.jobs))
+        return [job for some in both for job in some.values()]
 
     @property
     def failure(self) -> HpcdaskError | None:
@@ -141,29 +137,6 @@ class Controller:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def tell(self, message: Callable[[Job, ClusterFolder], str], job: Job) -> None:
-        """Say something about a job that needs a look at its logs."""
-
-        async def tell() -> None:
-            self.say(await self.read(message, job))
-
-        self.spawn(tell())
-
-    async def read(self, make: Callable[..., T], *facts: Any) -> T:
-        """Return what `make` makes of these facts and the folder, whose file system may be slow."""
-        async with self._reading:  # in their order
-            return await asyncio.to_thread(make, *facts, self.folder)
-
-    async def wait_submitted(self, names: Iterable[str]) -> None:
-        """Wait until the wanted jobs of these groups are submitted, or cannot be.
-
-        Raises the error of the first that cannot, once all have been tried.
-        """
-        waits = [self.groups[name].wait_submitted() for name in names]
-        for problem in await asyncio.gather(*waits, return_exceptions=True):
-            if problem is not None:
-                raise problem
-
     def warn(self, subject: str, text: str) -> None:
         """Tell about a state of things once, until `clear_warnings`."""
         if subject not in self._warned:
@@ -173,15 +146,6 @@ class Controller:
     def clear_warnings(self, *subjects: str) -> None:
         """Forget these states of things, which are over; without any, all."""
         self._warned.difference_update(subjects or tuple(self._warned))
-
-    def scheduler_closes(self) -> None:
-        """End, since somebody else closes the scheduler, unless the end is meant."""
-        if not self.closing:
-            for group in self.groups.values():
-                group.failure = ClusterError(messages.SHUT_DOWN)
-            self.say(f"error: {messages.SHUT_DOWN}")
-            self.expect_end()
-            self._over()
 
     def expect_end(self) -> None:
         """Take the end of a worker or a job for meant from now on."""
@@ -200,16 +164,11 @@ class Controller:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._reporting.set()
         try:
             await self._end_jobs()
-        finally:
-            if self._reports is not None:
-                self._reports.cancel()
-                await asyncio.wait([self._reports])
-            if self._live():  # only the queue tells of them now
-                with contextlib.suppress(OSError, RuntimeError):
-                    await asyncio.to_thread(self.folder.write_report, ClusterReport())
+        finally:  # from now on only the queue tells of the jobs
+            with contextlib.suppress(OSError, RuntimeError):
+                await asyncio.to_thread(self.folder.write_report, ClusterReport())
 
     # The queue
 
@@ -226,18 +185,15 @@ class Controller:
             if not ids or time.monotonic() < due:
                 continue
             try:
-                seen = await self.ask(ids)
+                self.observe(set(ids), await self.ask(ids))
+                failed, due = 0, 0.0
+                self.clear_warnings("query")
             except Exception as error:  # an answer that makes no sense may be any exception
                 failed += 1
                 pause = self.poll_interval_s * (2 ** min(failed, 10) - 1)
                 due = time.monotonic() + min(pause, BACK_OFF_S)
                 unknown = "What the jobs do is unknown until it answers"
-                self.warn("query", f"{messages.words(error)}. {unknown}")
-            else:
-                failed, due = 0, 0.0
-                self.clear_warnings("query")
-                self.observe(set(ids), seen)
-                self.wake()
+                self.warn("query", f"{_words(error)}. {unknown}")
 
     async def ask(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         """Query the queue, and its accounting for the jobs that have left it."""
@@ -248,7 +204,7 @@ class Controller:
                 self.clear_warnings("accounting")
             except Exception as error:  # must not hide what the queue has shown
                 unknown = "How jobs ended is not known without it"
-                self.warn("accounting", f"{messages.words(error)}. {unknown}")
+                self.warn("accounting", f"{_words(error)}. {unknown}")
         return seen
 
     def observe(self, asked: Collection[str], seen: dict[str, QueueStatus]) -> None:
@@ -258,33 +214,28 @@ class Controller:
         self._reporting.set()
 
     async def _end_jobs(self) -> None:
-        start, pause, problem = time.monotonic(), 0.1, ""
-        requests = itertools.chain([0.0], itertools.count(END_S, REPEAT_S))
-        due_s = next(requests)
+        start, pause, problem, due_s = time.monotonic(), 0.1, "", 0.0
         while ids := self._live():
             passed_s = time.monotonic() - start
             try:
                 if passed_s >= due_s:
-                    arrived = {job.id for job in self.jobs() if job.arrived}
                     # those that run were told by the scheduler to end, and do so in better order
-                    chosen = ids if due_s else [job_id for job_id in ids if job_id not in arrived]
-                    due_s = next(requests)
-                    if chosen:
+                    spared = set() if due_s else {job.id for job in self.jobs() if job.arrived}
+                    due_s += REPEAT_S if due_s else END_S
+                    if chosen := [job_id for job_id in ids if job_id not in spared]:
                         await self.queue.cancel(chosen)
                         for group in self.groups.values():
                             group.mark(chosen, cancelled=True)
                 self.observe(set(ids), await self.ask(ids))
             except QueueError as error:
                 problem = f" ({error})"
-            if not (left := self._live()):
-                return
-            if passed_s > CLOSE_S:
+            if passed_s > CLOSE_S and (left := self._live()):
                 raise QueueError(
                     f"these jobs are still in the queue {CLOSE_S:g} s after they were cancelled"
                     f"{problem}: {', '.join(left)}. See them with: hpcdask list --jobs, and end "
                     f"them with: hpcdask down {self.folder.name}"
                 )
-            await asyncio.sleep(pause)
+            await asyncio.sleep(pause if self._live() else 0)
             pause = min(1.5 * pause, 2.0)
 
     # Acting
@@ -350,18 +301,20 @@ class Controller:
                 return
             except Exception as error:  # the jobs go on without
                 last = None
-                if not self.closing:
-                    self.warn("reports", f"hpcdask list cannot be told of the jobs: {error}")
+                self.warn("reports", f"hpcdask list cannot be told of the jobs: {error}")
             await asyncio.sleep(REPORT_PAUSE_S)
 
     def _known_nannies(self) -> dict[str, str]:
         """Return the nannies of workers that are or were there, while their jobs are not over."""
-        for ws in self.scheduler.workers.values():
-            self._nannies[str(ws.name)] = ws.nanny or ""
-        live = set(self._live())
+        live, groups = set(self._live()), self.groups.values()
+        now = {str(ws.name): ws.nanny or "" for ws in self.scheduler.workers.values()}
+        known = (self._nannies | now).items()
         self._nannies = {
-            name: address
-            for name, address in self._nannies.items()
-            if any(group.job_of(name) in live for group in self.groups.values())
+            name: nanny for name, nanny in known if any(one.job_of(name) in live for one in groups)
         }
         return self._nannies
+
+
+def _words(error: Exception) -> str:
+    """Return the error of a query; an answer that makes no sense may be any exception."""
+    return str(error) if isinstance(error, QueueError) else root_cause(error)

@@ -1,22 +1,28 @@
-"""Jobs as a table, in a terminal and in a notebook."""
+"""Jobs in words: as a table in a terminal and in a notebook, and why some have failed."""
 
 from __future__ import annotations
 
-import textwrap
 import time
-from collections.abc import Collection, Iterable
-from html import escape
+from collections.abc import Iterable
 
-from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.gpu.table import GpuTable
+from hpcdask.errors import HpcdaskError, JobsFailed, NotHere
+from hpcdask.jobs.detached import scheduler_job
+from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import OVER, JobState, counts
 from hpcdask.logs import html_table, text_table
+from hpcdask.queues.base import Queue
 
 from .job import Job
+from .plan import Failure
 
 COLUMNS = ("group", "job", "state", "reason", "exit code", "workers", "nodes", "age")
 #: Rows that a table shows; the others are counted.
 ROWS = 50
+#: What to do where a detached cluster's scheduler runs on a node that may not submit.
+FROM_LOGIN_NODE = (
+    "The node of the cluster's scheduler may not submit jobs: make the cluster on a login node, "
+    "with scheduler_job=None, which keeps its scheduler there"
+)
 
 
 class JobTable(tuple[Job, ...]):
@@ -44,32 +50,24 @@ class JobTable(tuple[Job, ...]):
             if job.state not in OVER or not (job.cancelled or job.state == JobState.COMPLETED)
         )
 
-    def _columns(self) -> tuple[str, ...]:
-        return COLUMNS if any(job.group for job in self) else COLUMNS[1:]
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        live = [job for job in self if job.state not in OVER]
-        over = [job for job in self if job.state in OVER]
-        shown = set(map(id, [*live[:ROWS], *over[-max(0, ROWS - len(live)) :]][:ROWS]))
-        now = time.time()
-        count = len(self._columns())
-        return [_row(job, now)[-count:] for job in self if id(job) in shown]
+    def _shown(self) -> tuple[list[tuple[str, ...]], str]:
+        """Return the rows to show, heads first, and a line on the others: live jobs go first."""
+        first = sorted(self, key=lambda job: (job.state in OVER, -job.submitted))[:ROWS]
+        shown = {job.id for job in first}
+        rows = [COLUMNS, *(_row(job) for job in self if job.id in shown)]
+        more = f"… {len(self) - ROWS} more" if len(self) > ROWS else ""
+        return [row if any(job.group for job in self) else row[1:] for row in rows], more
 
     def __repr__(self) -> str:
-        rows = self._rows()
-        more = len(self) - len(rows)
-        lines = [f"… {more} more"] if more else []
-        return "\n".join(
-            [text_table([self._columns(), *rows]), *lines, *filter(None, [self.problem])]
-        )
+        rows, more = self._shown()
+        return "\n".join(filter(None, [text_table(rows), more, self.problem]))
 
     def _repr_html_(self) -> str:
-        rows = self._rows()
-        more = len(self) - len(rows)
-        return html_table([self._columns(), *rows]) + (f"<p>… {more} more</p>" if more else "")
+        rows, more = self._shown()
+        return html_table(rows) + (f"<p>{more}</p>" if more else "")
 
 
-def _row(job: Job, now: float) -> tuple[str, ...]:
+def _row(job: Job) -> tuple[str, ...]:
     return (
         job.group,
         job.id,
@@ -78,71 +76,65 @@ def _row(job: Job, now: float) -> tuple[str, ...]:
         "" if job.exit_code is None else str(job.exit_code),
         f"{len(job.workers)}/{job.size}",
         job.nodes,
-        "" if job.state in OVER else age(now - (job.started or job.submitted)),
+        "" if job.state in OVER else age(time.time() - (job.started or job.submitted)),
     )
 
 
 def age(seconds: float) -> str:
     """Return hours, minutes and seconds, such as ``1:00:00``."""
     minutes, rest = divmod(max(0, int(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def text(jobs: JobTable, failure: HpcdaskError | None, link: str, tunnel: str) -> list[str]:
-    """Return the lines that a terminal shows beside distributed's own summary of a cluster."""
-    failed = textwrap.shorten(str(failure), 100, placeholder=" …") if failure else ""
-    parts = [
-        jobs.counts(),
-        jobs.problem,
-        f"dashboard {link}{tunnel and f' ({tunnel})'}" if link else "",
-        f"failed: {failed}" if failed else "",
-    ]
-    return [part for part in parts if part]
+# Failures
 
 
-def html(
-    jobs: JobTable,
-    gpus: GpuTable,
-    failure: HpcdaskError | None,
-    tunnel: str = "",
-    transport: str = "",
-) -> str:
-    """Return the HTML that a notebook shows beside distributed's own summary of a cluster."""
-    parts = []
-    if failure is not None:
-        # It may end with lines of a log
-        text = f"<strong>Failed:</strong> {escape(str(failure))}"
-        parts.append(f"<div style='color: #b00020; white-space: pre-wrap'>{text}</div>")
-    if jobs.problem:
-        parts.append(f"<strong>{escape(jobs.problem)}</strong>")
-    if tunnel:
-        text = "The dashboard listens on this machine only. For a browser on yours:"
-        parts.append(f"{text} <code>{escape(tunnel)}</code>")
-    if transport:
-        parts.append(f"<strong>Transport:</strong> {escape(transport)}")
-    if jobs:
-        counts = escape(jobs.counts()) or "all over"
-        summary = f"<summary><strong>Jobs:</strong> {counts}</summary>"
-        parts.append(f"<details>{summary}{jobs._repr_html_()}</details>")
-    if gpus:
-        summary = f"<summary><strong>GPUs:</strong> {escape(gpus.summary())}</summary>"
-        parts.append(f"<details>{summary}{gpus._repr_html_()}</details>")
-    # Notebooks put what is in a table to the right
-    return "".join(
-        f"<tr><td colspan='2' style='text-align: left'>{part}</td></tr>" for part in parts
+def job_ended(job: Job, folder: ClusterFolder) -> str:
+    """Return a text on a job that nobody had ended, or that the queue would keep for ever."""
+    what = "is given up, since the queue could not start it" if job.stuck else "has ended"
+    reason = f" ({job.reason})" if job.reason else ""
+    code = "" if job.exit_code is None else f", exit code {job.exit_code}"
+    logs = folder.logs_of([job.id])[job.id]
+    return f"job {job.id} {what}: {job.state}{reason}{code}{f'. Log: {logs[-1]}' if logs else ''}"
+
+
+def jobs_failed(failure: Failure, start_timeout_s: float, folder: ClusterFolder) -> JobsFailed:
+    """Return the error where too many jobs died, or did not start, with the end of the last log."""
+    job = failure.job
+    late = job.overdue and not job.arrived and not job.stuck
+    what = f"{failure.count} jobs died within an hour"
+    if failure.kind == "start":
+        did = "brought no workers" if late else "ended before their workers connected"
+        what = f"{failure.count} jobs in a row {did}"
+    if late:
+        which = f"{job.size - len(job.workers)} of its workers" if job.workers else "its workers"
+        how = f"{which} did not connect within {start_timeout_s:g} s (start_timeout)"
+    else:
+        code = "unknown" if job.exit_code is None else job.exit_code
+        how = ", ".join(filter(None, [str(job.state), job.reason, f"exit code {code}"]))
+    tail = "\n".join(folder.tails([job.id], 10)[job.id])
+    log = (
+        f"its log ends:\n{tail}"
+        if tail
+        else "its log is empty: it may have ended before Python started. Check job_script_prologue "
+        "and python"
+    )
+    return JobsFailed(
+        f"{what}. The last was job {job.id}: {how}. Script and log are in {folder.path}, {log}"
     )
 
 
-def chosen_jobs(
-    ids: Iterable[str | int | Iterable[str | int]], known: Collection[str]
-) -> list[str]:
-    """Return ids of jobs from ids and lists of them; raise UsageError for unknown ones."""
-    asked: list[str] = []
-    for some in ids:
-        asked += [str(some)] if isinstance(some, str | int) else map(str, some)
-    if unknown := set(asked) - set(known):
-        raise UsageError(
-            f"job_logs: no job {', '.join(sorted(unknown))}. There are: {', '.join(known)}"
-        )
-    return asked
+def no_submission(error: HpcdaskError, queue: Queue, folder: ClusterFolder) -> str:
+    """Return the error's text, with advice if the scheduler's node may not submit."""
+    text = str(error)
+    denied = isinstance(error, NotHere) or queue.denied.search(text)
+    if denied and scheduler_job(folder) is not None:
+        return f"{text.rstrip('. ')}. {FROM_LOGIN_NODE}"
+    return text
+
+
+def stopped(error: HpcdaskError) -> str:
+    """Return a text that nothing more is submitted, and why."""
+    text = str(error)
+    joint = "\n" if "\n" in text else ". "  # its end may be that of a log, in lines of its own
+    return f"error: {text}{joint}Nothing more is submitted until scale() or adapt() asks again"

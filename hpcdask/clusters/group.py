@@ -6,22 +6,21 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from distributed.scheduler import TaskState, WorkerState
 
-from hpcdask.errors import HpcdaskError, NoAnswer, NotHere, QueueError, Refused, root_cause
+from hpcdask.errors import HpcdaskError, NoAnswer, QueueError, Refused, root_cause
 from hpcdask.jobs.state import OVER, JobState, lasting
 from hpcdask.queues.job_state import QueueStatus
 from hpcdask.spec.job import parse_worker_name
 from hpcdask.spec.tags import group_id
 
-from . import messages, retire
-from .job import Job, Policy, ends_at, margin_s, worker_names
-from .observe import observe
-from .reconcile import Failure, History, plan, record
+from . import display, retire
+from .job import Job, Policy, ends_at, margin_s, observe, worker_names
+from .plan import Failure, History, plan, record
 
 if TYPE_CHECKING:
     from .controller import Controller
@@ -33,10 +32,11 @@ RETRY_S = (15.0, 300.0)
 LAST_MOMENT_S, LAST_PART = 5.0, 0.25
 #: Seconds for one attempt to hand over where there is no hurry.
 ATTEMPT_S = 60.0
-#: Seconds that a job gets to end once its workers have retired, or it was cancelled.
+#: Seconds that a cancelled job gets to end before it is cancelled again.
 LEAVE_S = 15.0
 
 
+@dataclass(eq=False)
 class Group:
     """Group of equal jobs, which fail, end and are limited by themselves.
 
@@ -47,48 +47,33 @@ class Group:
     submission before `retry_at`, in unix time.
     """
 
-    def __init__(
-        self,
-        controller: Controller,
-        name: str,
-        size: int,
-        policy: Policy,
-        resources: Mapping[str, float],
-    ) -> None:
-        self.controller = controller
-        self.name = name
-        self.size = size
-        self.policy = policy
-        self.resources = resources
-        self.jobs: dict[str, Job] = {}
-        self.past: dict[str, Job] = {}
-        self.wanted = 0
-        self.emptied = False
-        self.failure: HpcdaskError | None = None
-        self.waits = ""
-        self.submission: asyncio.Task[None] | None = None
-        self.retry_at = 0.0
-        self._retry_s = RETRY_S[0]
-        self._largest: int | None = None  # jobs of a command that a limit may admit
-        self._unanswered = False  # the queue may have jobs whose ids it did not tell
-        self._leave_by: dict[str, float] = {}  # unix times by which jobs should have ended
-        self._history = History()
-        self._failing = False
-        self._waiting_users = 0
+    controller: Controller
+    name: str
+    size: int
+    policy: Policy
+    resources: Mapping[str, float]
+    jobs: dict[str, Job] = field(default_factory=dict)
+    past: dict[str, Job] = field(default_factory=dict)
+    wanted: int = 0
+    emptied: bool = False
+    failure: HpcdaskError | None = None
+    waits: str = ""
+    submission: asyncio.Task[None] | None = None
+    retry_at: float = 0.0
+    _retry_s: float = RETRY_S[0]
+    _largest: int | None = None  # jobs of a command that a limit may admit
+    _unanswered: bool = False  # the queue may have jobs whose ids it did not tell
+    _history: History = field(default_factory=History)
+    _failing: bool = False
+    _waiting_users: int = 0
+    _decided: bool = True  # what is wanted has been acted upon
 
     # Its jobs and workers
-
-    def __iter__(self) -> Iterator[Job]:
-        return iter(self.jobs.values())
 
     @property
     def prefix(self) -> str:
         """Return the beginning of the names of the group's workers."""
         return group_id(self.controller.folder.name, self.name)
-
-    def all_jobs(self) -> list[Job]:
-        """Return the jobs, including those that are over."""
-        return [*self.past.values(), *self.jobs.values()]
 
     def enter(self, ids: Collection[str]) -> None:
         """Add jobs that were just submitted."""
@@ -106,18 +91,11 @@ class Group:
 
     def live(self) -> list[str]:
         """Return the ids of the jobs that are not over."""
-        return [job.id for job in self if job.state not in OVER]
+        return [job.id for job in self.jobs.values() if job.state not in OVER]
 
     def active(self) -> list[Job]:
-        """Return the jobs that are there or asked for, and are to stay.
-
-        Others come for those that expire.
-        """
-        return [
-            job
-            for job in self
-            if job.state not in OVER and not (job.cancelled or job.leaving or job.expiring)
-        ]
+        """Return the jobs that are there or asked for, and are to stay."""
+        return [job for job in self.jobs.values() if job.counts]
 
     def names(self) -> list[str]:
         """Return a name for each worker that is there or asked for, and is to stay."""
@@ -145,9 +123,10 @@ class Group:
 
     # What the cluster asks
 
-    def want(self, jobs: int, *, emptied: bool = False) -> None:
-        """Wish for this many jobs."""
-        self.wanted, self.emptied = jobs, emptied
+    def want(self, n: int, *, emptied: bool = False) -> None:
+        """Wish for jobs with this many workers in all."""
+        self.wanted, self.emptied = math.ceil(n / self.size), emptied
+        self._decided = False
         self.controller.wake()
 
     def reset_failures(self) -> None:
@@ -165,7 +144,7 @@ class Group:
         controller = self.controller
 
         def settled() -> bool:
-            enough = len(self.active()) >= self.wanted
+            enough = self._decided and len(self.active()) >= self.wanted
             asked = controller.closing or self.retry_at > time.time() or enough
             return self.failure is not None or (asked and self.submission is None)
 
@@ -205,54 +184,52 @@ class Group:
                 self._history = record(self._history, before, after, now)
                 meant = closing or after.cancelled or after.leaving
                 fine = meant or after.state is JobState.COMPLETED
-                if ended and before.state not in OVER and not fine:
-                    self.controller.tell(messages.job_ended, after)
-                if after.overdue and not before.overdue and after.stuck:
-                    self.controller.tell(messages.job_stuck, after)
+                stuck = after.stuck and after.overdue and not before.overdue
+                if stuck or (ended and before.state not in OVER and not fine):
+                    self.controller.spawn(self._tell_end(after))
             # what the queue forgot might come back, until it was cancelled
             if ended and not states and (after.cancelled or not after.missed):
                 self.past[job_id] = self.jobs.pop(job_id)
         if asked and not closing:
             self._warn_of_waiting()
 
+    async def _tell_end(self, job: Job) -> None:
+        """Say that a job has ended, after a look at its logs, whose disk may be slow."""
+        folder = self.controller.folder
+        self.controller.say(await asyncio.to_thread(display.job_ended, job, folder))
+
     def _warn_of_waiting(self) -> None:
         """Tell once for each reason of jobs to wait that does not end by itself."""
         reports = [job.report() for job in self.active()]
         found = lasting(reports, type(self.controller.queue))
-        self.waits = self.named("; ".join(found.values())) if found else ""
+        self.waits = self._named("; ".join(found.values())) if found else ""
         for reason, text in found.items():
-            self.controller.warn(f"waits {reason.partition(',')[0]} {self.name}", self.named(text))
+            self.controller.warn(f"waits {reason.partition(',')[0]} {self.name}", self._named(text))
 
     def act(self) -> None:
-        """Submit, cancel and retire what `plan` says, and cancel what should have ended by now."""
-        now = time.time()
+        """Submit, cancel and retire what `plan` says."""
+        self._decided = True
         actions = plan(
             self.wanted,
             self.jobs,
             self._history,
             closable=self._closable(),
-            now=now,
+            now=time.time(),
             policy=self.policy,
         )
         if actions.failure is not None and self.failure is None and not self._failing:
             self._failing = True
             self.controller.spawn(self._give_up(actions.failure))
-        late = [job_id for job_id, since in self._leave_by.items() if now > since]
-        for job_id in late:
-            del self._leave_by[job_id]
-        # a job that the queue has started again has a life of its own
-        late = [
-            one for one in late if (job := self.jobs.get(one)) and (job.cancelled or job.leaving)
-        ]
-        self.cancel([*actions.cancel, *late])
+        if actions.cancel:
+            self.mark(actions.cancel, cancelled=True)
+            self.controller.spawn(self._cancel(actions.cancel))
         for job_id in actions.retire:
             self.mark([job_id], leaving=True)
             self.controller.spawn(self._retire(job_id, self.jobs[job_id].restarts))
-        idle = self.submission is None and self.failure is None
         if not actions.submit:
             self._largest, self._retry_s = None, RETRY_S[0]
             self.controller.clear_warnings(f"limit {self.name}")
-        elif idle and now >= self.retry_at:
+        elif self.submission is None and self.failure is None and time.time() >= self.retry_at:
             self.submission = asyncio.create_task(self._submit(actions.submit))
 
     def _closable(self) -> list[str]:
@@ -280,37 +257,31 @@ class Group:
 
     async def _submit(self, count: int) -> None:
         """Submit up to so many jobs with one command; the next step finds what is missing then."""
+        controller = self.controller
         try:
             await self._submit_once(count)
         except QueueError as error:
-            if error.for_now or isinstance(error, NotHere):
-                self._largest = None
-                self.retry_at = time.time() + self._retry_s
+            if error.for_now:
+                self._largest, self.retry_at = None, time.time() + self._retry_s
                 self._retry_s = min(2 * self._retry_s, RETRY_S[1])
             if error.for_now and not (self._waiting_users and isinstance(error, NoAnswer)):
                 there = f"{len(self.active())} of {self.wanted} jobs are there"
-                text = f"{self.named(error)}. {there}; trying again later"
-                self.controller.warn(f"limit {self.name}", text)
+                text = f"{self._named(error)}. {there}; trying again later"
+                controller.warn(f"limit {self.name}", text)
             else:
-                queue, folder = self.controller.queue, self.controller.folder
-                error.args = (messages.no_submission(error, queue, folder),)
+                error.args = (display.no_submission(error, controller.queue, controller.folder),)
                 self._fail(error)
         except Exception as error:  # such as a full disk: say it rather than try for ever
             self._fail(QueueError(f"cannot submit: {type(error).__name__}: {error}"))
         finally:
             self.submission = None
-            self.controller.wake()
+            controller.wake()
 
     async def _submit_once(self, count: int) -> None:
         queue, folder = self.controller.queue, self.controller.folder
-        try:
-            if self._unanswered:
-                await self._adopt(self.jobs)
-            largest = self._largest or max(1, await queue.limit())
-        except QueueError as error:
-            if error.for_now or isinstance(error, NotHere):
-                raise
-            raise NoAnswer(str(error)) from error
+        if self._unanswered:
+            await self._adopt(self.jobs)
+        largest = self._largest or max(1, await queue.limit())
         # the shared file system may be slow
         submission = await asyncio.to_thread(folder.new_submission, self.name)
         before, count = set(self.jobs), min(count, largest, self.wanted - len(self.active()))
@@ -346,97 +317,74 @@ class Group:
         return len(found)
 
     async def _give_up(self, failure: Failure) -> None:
-        """Fail with what the last job wrote, unless the history is another one by then."""
-        history, limit_s = self._history, self.policy.start_timeout_s
-        error = await self.controller.read(messages.jobs_failed, failure, limit_s)
+        """Fail with what the last job wrote."""
+        facts = failure, self.policy.start_timeout_s, self.controller.folder
+        self._fail(await asyncio.to_thread(display.jobs_failed, *facts))
         self._failing = False
-        if history is self._history:
-            self._fail(error)
         self.controller.wake()
 
-    def named(self, error: HpcdaskError | str) -> str:
+    def _named(self, error: HpcdaskError | str) -> str:
         """Return a text with the group's name, if it has one."""
         return f"group {self.name}: {error}" if self.name else str(error)
 
     def _fail(self, error: HpcdaskError) -> None:
         if self.controller.closing:  # such as threads that have ended with the program
             return
-        error.args = (self.named(error),)
+        error.args = (self._named(error),)
         self.failure = error
         if not self._waiting_users:  # they are told by the exception
-            self.controller.say(messages.stopped(error))
+            self.controller.say(display.stopped(error))
 
     # Ending
 
-    def cancel(self, ids: Collection[str]) -> None:
-        """Cancel jobs, and again later while the queue still shows them or does not answer."""
-        jobs = self.jobs
-        ids = [
-            job_id
-            for job_id in dict.fromkeys(ids)
-            if job_id in jobs
-            and (jobs[job_id].state not in OVER or jobs[job_id].missed)  # it might still be there
-        ]
-        if ids:
-            self.mark(ids, cancelled=True)
-            self.controller.spawn(self._cancel(ids))
-
     async def _cancel(self, ids: Collection[str]) -> None:
-        try:
-            await self.controller.queue.cancel(ids)
-            self.controller.clear_warnings("cancel")
-        except Exception as error:  # whatever it is, the jobs must not stay
-            self.controller.warn("cancel", str(error))
-        self._leave_by |= dict.fromkeys(ids, time.time() + LEAVE_S)
+        """Cancel jobs, and again later while the queue still shows them or does not answer."""
+        while ids:
+            try:
+                await self.controller.queue.cancel(ids)
+                self.controller.clear_warnings("cancel")
+            except Exception as error:  # whatever it is, the jobs must not stay
+                self.controller.warn("cancel", str(error))
+            await asyncio.sleep(LEAVE_S)
+            # a job that the queue has started again has a life of its own
+            known = [self.jobs[job_id] for job_id in ids if job_id in self.jobs]
+            ids = [job.id for job in known if job.cancelled and job.state not in OVER]
 
     async def _retire(self, job_id: str, life: int) -> None:
-        """Make a job's workers hand over what they hold, then end the job."""
+        """Make a job's workers hand over what they hold, so that the job ends."""
         try:
-            await self._hand_over(job_id, life)
+            while (job := self.jobs.get(job_id)) and job.leaving and job.restarts == life:
+                if not job.workers or job.state in OVER or await self._hand_over(job):
+                    break
             self.controller.clear_warnings("retire")
         except Exception as error:  # a job must not stay for ever as one that leaves
-            self.controller.warn(
-                "retire",
-                f"job {job_id} cannot hand over what it holds, and is asked again: "
-                f"{root_cause(error)}",
-            )
+            problem = f"job {job_id} cannot hand over what it holds, and is asked again"
+            self.controller.warn("retire", f"{problem}: {root_cause(error)}")
             self.mark([job_id], leaving=False)
 
-    def _leaving(self, job_id: str, life: int) -> Job | None:
-        """Return the job while it leaves and has workers, unless the queue starts it again."""
-        job = self.jobs.get(job_id)
-        leaving = job and job.leaving and job.restarts == life and job.state not in OVER
-        return job if leaving and job and job.workers else None
-
-    async def _hand_over(self, job_id: str, life: int) -> None:
-        scheduler = self.controller.scheduler
-        while job := self._leaving(job_id, life):
-            last = self._last_moment(job)
-            left = last - time.time()
-            if left <= 0:
-                self.controller.say(
-                    f"job {job.id} reaches its walltime and nobody could take over in time: what "
-                    f"it holds or runs is computed again"
-                )
-                await retire.force_out(scheduler, job.workers, reason="walltime", expected=False)
-                break
-            deadline_s = left if job.expiring else min(left, ATTEMPT_S)
-            if await retire.retire(scheduler, job.workers, deadline_s=deadline_s) >= job.workers:
-                break
-            if not job.expiring:
-                if len(self.active()) < self.wanted:  # there is work for it again
-                    self.mark([job_id], leaving=False)
-                    self.controller.wake()
-                    return
-                if self.emptied and not any(one.workers for one in self.active()):
-                    await retire.force_out(scheduler, job.workers, reason="scaled-to-0")
-                    break
-            # until somebody can take what it holds
-            await asyncio.sleep(min(1.0, max(0.0, last - time.time())))
-        self._leave_by[job_id] = time.time() + LEAVE_S
-
-    def _last_moment(self, job: Job) -> float:
-        """Return the unix time at which to give the job up, a little before the queue kills it."""
-        end = ends_at(job, self.policy)
+    async def _hand_over(self, job: Job) -> bool:
+        """Try to make a job's workers hand over, and return whether that is settled."""
+        scheduler, end = self.controller.scheduler, ends_at(job, self.policy)
+        # a little before the queue kills it
         early = min(LAST_MOMENT_S, LAST_PART * margin_s(job, self.policy))
-        return math.inf if end is None else end - early
+        left = math.inf if end is None else end - early - time.time()
+        if left <= 0:
+            self.controller.say(
+                f"job {job.id} reaches its walltime and nobody could take over in time: what it "
+                f"holds or runs is computed again"
+            )
+            await retire.force_out(scheduler, job.workers, reason="walltime", expected=False)
+            return True
+        deadline_s = left if job.expiring else min(left, ATTEMPT_S)
+        if await retire.retire(scheduler, job.workers, deadline_s=deadline_s) >= job.workers:
+            return True
+        if not job.expiring:
+            if len(self.active()) < self.wanted:  # there is work for it again
+                self.mark([job.id], leaving=False)
+                self.controller.wake()
+                return True
+            if self.emptied and not any(one.workers for one in self.active()):
+                await retire.force_out(scheduler, job.workers, reason="scaled-to-0")
+                return True
+        await asyncio.sleep(1.0)  # until somebody can take what it holds
+        return False

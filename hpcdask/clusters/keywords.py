@@ -42,9 +42,7 @@ class OwnKeywords(TypedDict, total=False):
         "Directives of your own that request GPUs count.",
     ]
     gpu_type: Annotated[str | None, 'Type of GPU in the site\'s words, such as ``"h200"``.']
-    nodes_per_job: Annotated[
-        int | None, "Nodes of each job, among which its GPUs are shared evenly. Default: 1."
-    ]
+    nodes_per_job: Annotated[int | None, "Nodes of each job, which share its GPUs. Default: 1."]
     protocol: Annotated[
         Literal[Protocol, "tls", "tls://", "tcp://", "ucx://"] | None,
         'Between workers; all else is tcp. Default: ``"auto"``, ucx where there are fast links.',
@@ -60,24 +58,19 @@ class OwnKeywords(TypedDict, total=False):
     ]
     security: Annotated[
         Security | bool | None,
-        "Credentials. Default: new ones for this cluster (TLS); False for none.",
+        "Credentials. Default: new ones for this cluster (TLS); False: none.",
     ]
     shared_temp_directory: Annotated[
         str | None,
-        "Folder on a file system that the nodes share, for scripts, logs and keys (0700); may have "
-        "variables, such as ``/scratch/$USER``. Default: the variable ``HPCDASK_HOME``, or "
-        "``~/.hpcdask``.",
+        "Folder on a file system that the nodes share, for scripts, logs and keys (0700), such as "
+        "``/scratch/$USER``. Default: the variable ``HPCDASK_HOME``, or ``~/.hpcdask``.",
     ]
     config_name: Annotated[
-        str | None,
-        "Section of the configuration to read instead of the system's own, from which comes what "
-        "it leaves out.",
+        str | None, "Section of the configuration that overrules the system's own."
     ]
     name: Annotated[str | None, "Name of the cluster. Default: a random one."]
     detached: Annotated[
-        bool,
-        "The scheduler and the control of jobs run in a process of their own, which outlives this "
-        "one. Default: False. See `hpcdask.attach`.",
+        bool, "Scheduler and control of jobs outlive this process; see `hpcdask.attach`."
     ]
     scheduler_job: Annotated[
         dict[str, Any] | None,
@@ -101,14 +94,12 @@ class OwnKeywords(TypedDict, total=False):
     ]
     silence_logs: Annotated[
         int | str | bool,
-        "Level below which distributed's messages in this process are left out while the cluster "
-        'lives. Default: ``"error"``; False for none.',
+        "Level of distributed's messages in this process while the cluster lives. Default: "
+        '``"error"``; False for all.',
     ]
     asynchronous: Annotated[bool, "Use it with ``async with``."]
     loop: Annotated[Any, "Event loop. Default: a new one in a thread."]
-    scheduler_cls: Annotated[
-        type[Scheduler], "Class of the scheduler, in place of distributed's own."
-    ]
+    scheduler_cls: Annotated[type[Scheduler], "Class of the scheduler. Default: distributed's."]
 
 
 class ClusterKeywords(OwnKeywords, WorkerKeywords, total=False):
@@ -121,23 +112,17 @@ class ClusterKeywords(OwnKeywords, WorkerKeywords, total=False):
         "``--mem-per-gpu=40G`` takes its place.",
     ]
     job_script_prologue: Annotated[
-        list[str] | None,
-        'Lines of shell before the workers start, such as ``["module load cuda"]``.',
+        list[str] | None, 'Shell lines before the workers start, such as ``["module load cuda"]``.'
     ]
     job_directives_skip: Annotated[
-        list[str] | None,
-        "Directives that contain one of these texts are left out, the request of GPUs too.",
+        list[str] | None, "Texts; directives with one of them are left out, that for GPUs too."
     ]
     job_name: Annotated[str | None, "Name of the jobs in the queue."]
-    processes: Annotated[
-        int | None, "Workers of each job that has no GPUs. Default: by the number of cores."
-    ]
+    processes: Annotated[int | None, "Workers of each job without GPUs. Default: by its cores."]
     worker_extra_args: Annotated[
         list[str] | None, "The workers' options in dask's or dask-cuda's words."
     ]
-    log_directory: Annotated[
-        str | None, "Folder for the jobs' logs. Default: in the cluster's own."
-    ]
+    log_directory: Annotated[str | None, "Folder of the logs. Default: in the cluster's own."]
     python: Annotated[str | None, "Shell words that start Python in a job. Default: this Python."]
     shebang: Annotated[str | None, "First line of the jobs' script."]
     job_extra: Annotated[list[str] | None, "Old name of ``job_extra_directives``."]
@@ -145,10 +130,7 @@ class ClusterKeywords(OwnKeywords, WorkerKeywords, total=False):
     env_extra: Annotated[list[str] | None, "Old name of ``job_script_prologue``."]
     extra: Annotated[list[str] | None, "Old name of ``worker_extra_args``."]
     nanny: Annotated[Literal[True] | None, "Every worker has one."]
-    worker_command: Annotated[
-        WorkerCommand | None,
-        "Jobs start hpcdask's own worker, whatever it is.",
-    ]
+    worker_command: Annotated[WorkerCommand | None, "Jobs start hpcdask's own worker anyway."]
 
 
 class QueueKeywords(ClusterKeywords, total=False):
@@ -156,13 +138,11 @@ class QueueKeywords(ClusterKeywords, total=False):
 
     walltime: Annotated[
         str | None,
-        "In the system's own form. Workers hand over what they hold before it is reached, and the "
+        "In the system's own form. Before it is reached, workers hand over what they hold, and the "
         "job is replaced.",
     ]
     queue: Annotated[str | None, "The queue (SLURM's partition)."]
-    job_extra_directives: Annotated[
-        list[str] | None, "More directives, without what each begins with."
-    ]
+    job_extra_directives: Annotated[list[str] | None, "More directives, without their prefix."]
 
 
 class _Account(TypedDict, total=False):
@@ -233,8 +213,6 @@ SPEC_FIELDS = frozenset(WorkerSpec.__dataclass_fields__)
 #: Keywords that have a meaning in the process that makes the cluster only, or name one cluster.
 NOT_CONFIGURED = {"n_workers", "groups", "name", "config_name", "detached", "scheduler_job"}
 NOT_CONFIGURED |= {"security", "asynchronous", "loop", "scheduler_cls", "silence_logs"}
-#: What distributed's `Adaptive` takes beside the bounds. It takes other words too, and drops them.
-ADAPTIVE = ("interval", "memory_ratio", "target_duration", "wait_count", "worker_key")
 #: What others call a keyword.
 MEANT = {
     **dict.fromkeys(("gpus", "ngpus", "n_gpus", "num_gpus", "gpus_per_node"), "gpus_per_job"),
@@ -246,6 +224,7 @@ MEANT = {
     **dict.fromkeys(("cpus", "ncpus", "n_cores", "cpus_per_task"), "cores"),
     "partition": "queue",
     "workers": "n_workers",
+    **{name: f'scheduler_options={{"{name}": …}}' for name in ("dashboard_address", "host")},
 }
 
 
@@ -292,25 +271,11 @@ def make_keywords(name: str, job_cls: type, more: Iterable[str]) -> type:
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
     """Raise UsageError unless all of these keywords are known; it names the nearest."""
-    for keyword in ("dashboard_address", "host"):
-        if keyword in given:
-            raise UsageError(
-                f'{keyword} belongs to the scheduler: scheduler_options={{"{keyword}": …}}'
-            )
-    if not (unknown := sorted(set(given) - set(known))):
-        return
-    meant = [MEANT[unknown[0]]] if unknown[0] in MEANT else []
-    hints = meant or difflib.get_close_matches(unknown[0], known, 1)
-    of_jobs = sorted(set(known) - OWN - SPEC_FIELDS)
-    raise UsageError(
-        f"unknown keyword {', '.join(unknown)}: "
-        + (
-            f"did you mean {hints[0]}?"
-            if hints
-            else f"There are those of hpcdask's clusters ({', '.join(sorted(OWN))}), of the "
-            f"workers ({', '.join(sorted(SPEC_FIELDS))}) and of jobs ({', '.join(of_jobs)})"
-        )
-    )
+    if unknown := sorted(set(given) - set(known)):
+        near = difflib.get_close_matches(unknown[0], known, 1) or [""]
+        meant = MEANT.get(unknown[0], near[0])
+        hint = f"did you mean {meant}?" if meant else f"There are {', '.join(sorted(known))}"
+        raise UsageError(f"unknown keyword {', '.join(unknown)}: {hint}")
 
 
 def check_values(settings: Mapping[str, Any], keywords: type) -> None:
@@ -322,30 +287,18 @@ def check_values(settings: Mapping[str, Any], keywords: type) -> None:
         value = settings.get(name)
         if value and isinstance(value, str) and hint in (list[str] | None, dict[str, Any] | None):
             raise UsageError(f"{name}={value!r} is a text: give a list, [{value!r}]")
-    if settings.get("worker_command") not in (None, *get_args(WorkerCommand)):
+    command = settings.get("worker_command") in (None, *get_args(WorkerCommand))
+    if not command or settings.get("nanny") is False:
         raise UsageError(
-            f"worker_command={settings['worker_command']!r}: jobs start hpcdask's own worker, "
-            f"which takes the place of dask_cuda.cli. Leave it out"
+            "worker_command, nanny: jobs start hpcdask's own worker, which takes the place of "
+            "dask_cuda.cli, and every worker has a nanny, which restarts it. Leave them out"
         )
-    if settings.get("nanny") is False:
-        raise UsageError("nanny=False: every worker has a nanny, which restarts it. Leave it out")
-
-
-def check_memory(value: Any) -> None:
-    """Raise UsageError for no amount of a job's memory: no limit, or a number without its unit."""
-    if value is None:
-        return
-    try:
-        amount = parse_memory(value, "memory")
-    except UsageError:
-        amount = None
-    if not amount:
-        raise UsageError(
-            f"memory: {value!r} is not an amount of memory for a job. "
-            f"Accepted: 64GiB, 64GB, 512MiB, 8e9, a number of bytes"
-        )
-    if amount < LEAST_MEMORY_LIMIT and str(value).replace(".", "").isdecimal():
-        raise UsageError(f'memory={value} means {amount:,} bytes: write memory="{value}GiB"')
+    if (memory := settings.get("memory")) is not None:
+        amount = parse_memory(memory, "memory")
+        if not amount:
+            raise UsageError(f"memory={memory!r}: a job needs an amount of memory, such as 64GiB")
+        if amount < LEAST_MEMORY_LIMIT and str(memory).replace(".", "").isdecimal():
+            raise UsageError(f'memory={memory} means {amount:,} bytes: write memory="{memory}GiB"')
 
 
 def number(value: Any, name: str, of: str, least: int = 0) -> int:

@@ -7,11 +7,12 @@ its own classes, in which the keywords of hpcdask may stand too (``jobqueue.slur
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 import shlex
+import signal
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,29 +20,33 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Self
 
 import dask.config
+import psutil
 from distributed import Scheduler, Security
+from distributed.utils import get_ip_interface
 
+from hpcdask.bootstrap.resources import launcher_cores
+from hpcdask.comm.fabric import interfaces
 from hpcdask.errors import UsageError
+from hpcdask.gpu.devices import visible_gpus
 from hpcdask.jobs.folder import base_path
 from hpcdask.logs import say
 from hpcdask.process import umask
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.helpers import walltime_text
+from hpcdask.queues.local import LocalQueue
 from hpcdask.queues.registry import queue_class
 from hpcdask.queues.script import check_lines
+from hpcdask.security.credentials import check_configuration
 from hpcdask.security.ports import check_size
 from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT, parse_seconds
 from hpcdask.spec.specs import WorkerSpec
 
-from .configuration import import_job_class, read_section
 from .job import Policy
 from .keywords import (
-    ADAPTIVE,
     NOT_CONFIGURED,
     OWN,
     SPEC_FIELDS,
     SLURMKeywords,
-    check_memory,
     check_names,
     check_values,
     job_keywords,
@@ -59,57 +64,39 @@ NO_ADDRESS = "<scheduler's address>"
 LOOPBACK = "127.0.0.1"
 #: Seconds between two queries of the queue.
 POLL_INTERVAL_S = 5.0
-#: hpcdask's keywords that groups may have; the others are for all groups.
+#: hpcdask's keywords that groups may have, and those of jobs and workers that they may not.
 OF_GROUPS = {"deaths_max", "gpu_type", "gpus_per_job", "n_workers", "nodes_per_job", "protocol"}
 OF_GROUPS |= {"start_timeout"}
+FOR_ALL = {"log_directory", "name", "port_range"}
 #: Stands for the memory that dask-jobqueue wants to know; its line is left out of the script.
 NO_MEMORY = "1GiB"
 #: Lines of shell, which may hold any character.
 SHELL = frozenset(["job_script_prologue", "env_extra"])
-#: The form of ``groups``.
-GROUPS = '{"gpu": dict(gpus_per_job=1), "cpu": dict(device="cpu")}'
 
 
 @dataclass(frozen=True)
 class JobOptions:
     """Description of one job.
 
-    `job` is dask-jobqueue's Job, for header and options only. `gpus` and `workers` are those on all
-    its nodes together; `gpus_in_header` tells whether the user's own directives ask for the GPUs.
-    `python` is shell words of the interpreter, as in dask-jobqueue: sites start Python by a
-    container's command. A cluster, or its group, starts with `n_workers` workers.
+    `job` is dask-jobqueue's Job, for header and options only; `asked` is what it lacks. `gpus` and
+    `workers` are those on all its nodes together. `python` is shell words of the interpreter, as in
+    dask-jobqueue: sites start Python by a container's command. A cluster, or its group, starts with
+    `n_workers` workers.
     """
 
     job: Any
+    asked: Request
     spec: WorkerSpec
     gpus: int
-    gpu_type: str | None
-    nodes: int
-    gpus_in_header: bool
     workers: int
     python: str
     n_workers: int
     policy: Policy
 
     @property
-    def name(self) -> str:
-        """Return the job's name."""
-        return str(self.job.job_name or "dask-worker")
-
-    @property
-    def walltime_s(self) -> float | None:
-        """Return the walltime in seconds; None where it is unlimited too."""
-        return self.policy.walltime_s
-
-    @property
     def on_gpu(self) -> bool:
         """Return whether its workers compute on GPUs."""
         return bool(self.gpus) and self.spec.device != "cpu"
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """Return the resources of each worker."""
-        return self.spec.all_resources(on_gpu=self.on_gpu)
 
     @property
     def worker_memory(self) -> int:
@@ -124,22 +111,9 @@ class JobOptions:
             )
         return max(1, self.spec.memory_limit or int(self.job.worker_memory))
 
-    @property
-    def worker_threads(self) -> int:
-        """Return the threads of each worker."""
-        return self.spec.nthreads or 1
-
     def request(self, tag: str, folder: str, **more: Any) -> Request:
         """Return the lines that the queue adds to the header."""
-        return Request(
-            name=self.name,
-            tag=tag,
-            folder=folder,
-            gpus=0 if self.gpus_in_header else self.gpus,
-            gpu_type=self.gpu_type,
-            nodes=self.nodes,
-            **more,
-        )
+        return dataclasses.replace(self.asked, tag=tag, folder=folder, **more)
 
     def script(self, queue: Queue, cluster: str, folder: str, address: str, *, tls: bool) -> str:
         """Return the script of every job of a cluster or of its group, as it is submitted."""
@@ -153,7 +127,7 @@ class JobOptions:
         options = ["-P", "-m", "hpcdask.worker", "--scheduler", address]
         if tls:
             options += ["--keys", os.path.join(folder, "keys")]
-        options += ["--cluster", cluster, "--workers", str(self.workers // self.nodes)]
+        options += ["--cluster", cluster, "--workers", str(self.workers // self.asked.nodes)]
         command = f"exec {self.python} {shlex.join([*options, *self.spec.to_argv()])}"
         return queue.script(self.job, self.request(f"hpcdask:{cluster}", logs), preamble, command)
 
@@ -197,26 +171,29 @@ class ClusterOptions:
         reader = _Reader(queue_class(owner.queue_name)(), given.pop("config_name", None))
         settings = {**reader.site, **given}
         check_values(settings, owner.keywords)
-        given |= reader.complete(settings)
-        if groups is None:
-            found = {"": reader.read(given)}
+        if reader.queue.is_local:
+            reader.queue, found = _local_queue(settings)
+            given |= found
         else:
-            found = reader.read_groups(groups, given, owner.keywords)
+            reader.queue = type(reader.queue).of_cluster(settings)
+        if groups is None:
+            kinds = {"": reader.read(given)}
+        else:
+            kinds = reader.read_groups(groups, given, owner.keywords)
         logs = settings.get("log_directory")
         poll_s = seconds(settings.get("poll_interval"), "poll_interval")
-        local = reader.queue.is_local
         return cls(
             queue=reader.queue,
-            groups=found,
+            groups=kinds,
             name=given.get("name"),
             poll_interval_s=poll_s or POLL_INTERVAL_S,
             base=settings.get("shared_temp_directory"),
             logs=None if logs is None else str(base_path(logs)),
-            scheduler=_read_scheduler(settings, local=local, on_node=on_node),
+            scheduler=_read_scheduler(settings, local=reader.queue.is_local, on_node=on_node),
             scheduler_cls=given.get("scheduler_cls", Scheduler),
             security=given.get("security"),
             silence_logs=given.get("silence_logs", "error"),
-            port_range=next(iter(found.values())).spec.port_range,
+            port_range=next(iter(kinds.values())).spec.port_range,
         )
 
 
@@ -249,32 +226,23 @@ class _Reader:
             if name not in NOT_CONFIGURED and value not in (None, [], "")
         }
 
-    def complete(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Make the queue by these settings, and return what this machine adds to them."""
-        if not self.queue.is_local:
-            self.queue = type(self.queue).of_cluster(settings)
-            return {}
-        self.queue, found = _local_queue(settings)
-        return found
-
     def read_groups(
         self, groups: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any], keywords: type
     ) -> dict[str, JobOptions]:
         """Read each group; the cluster's keywords hold where a group does not say otherwise."""
-        known = types_of(keywords)
-        of_queue = set(known) - OWN - SPEC_FIELDS - self.of_jobs
-        for_all = of_queue | OWN | {*self.queue.of_all_jobs, "log_directory", "port_range"}
+        known, of_group = types_of(keywords), OF_GROUPS | SPEC_FIELDS | self.of_jobs
+        for_all = set(known) - of_group | FOR_ALL | {*self.queue.of_all_jobs}
         devices = {{**given, **own}.get("device") == "cpu" for own in groups.values()}
         found = {}
         for name, own in groups.items():
             merged = {**given, **{key: value for key, value in own.items() if value is not None}}
             if len(devices) > 1 and merged.get("device") == "cpu" and "protocol" not in own:
                 merged["protocol"] = "tcp"  # what is asked for the GPUs
-            if words := (for_all - OF_GROUPS) & set(own):
-                what = f"group {name}: {', '.join(sorted(words))}"
-                raise UsageError(f"{what} is for all groups: give it to the cluster")
             try:
                 check_names(own, known)
+                if words := for_all & set(own):
+                    what = f"{', '.join(sorted(words))} is for all groups"
+                    raise UsageError(f"{what}: give it to the cluster")
                 check_values(merged, keywords)
                 found[name] = self.read(merged)
             except UsageError as error:
@@ -285,23 +253,37 @@ class _Reader:
         """Read the keywords of a job and its workers."""
         settings = {**self.site, **given}
         nodes = number(settings.get("nodes_per_job", 1), "nodes_per_job", "nodes", least=1)
-        spec = self._worker_spec(given)
+        spec = self._worker_spec(settings, given)
         gpus, in_header = self._gpus(settings, nodes, spec)
         if gpus % nodes:
             raise UsageError(
                 f"gpus_per_job={gpus} cannot be shared evenly by nodes_per_job={nodes}"
             )
-        for name in sorted(self.of_jobs - SHELL):
+        for name in (*sorted(self.of_jobs - SHELL), "gpu_type"):
             check_lines(settings.get(name), name)
-        check_lines(settings.get("gpu_type"), "gpu_type")
         check_lines(self.section.get("name"), "name")
+        # only the job knows its memory if a directive asks for it, and `memory` does not
+        in_directive = self.queue.requests_memory(_directives(settings))
+        learns_memory = "memory" not in settings and in_directive
+        if learns_memory:
+            settings["memory"] = NO_MEMORY
         job = self._make_job(settings, processes=gpus or None)
         workers = gpus or int(job.worker_processes) * nodes
         per_node = workers // nodes
         ucx = spec.protocol == "ucx"
         check_size(spec.port_range, per_node, ucx=ucx, where="per node", option="port_range")
-        memory = None if self._learns_memory(settings) else int(job.worker_memory)
-        on_gpu = bool(gpus) and spec.device != "cpu"
+        share = spec.memory_limit
+        if share is None and not learns_memory:
+            share = int(job.worker_memory) // per_node
+            if share < LEAST_MEMORY_LIMIT:
+                raise UsageError(
+                    f"a job's memory of {int(job.worker_memory):,} bytes is {share:,} for each of "
+                    f"its {per_node} workers on a node, less than an idle worker has: ask for more "
+                    f"memory, or fewer processes"
+                )
+        nthreads = spec.nthreads
+        if nthreads is None and not (gpus and spec.device != "cpu"):  # on a GPU the default is one
+            nthreads = max(1, int(job.worker_cores) // per_node)
         walltime = timedelta.max  # no limit
         if (limit := settings.get("walltime")) is not None:
             walltime = self.queue.parse_walltime(walltime_text(limit))
@@ -309,11 +291,14 @@ class _Reader:
         deaths = settings.get("deaths_max")
         return JobOptions(
             job=job,
-            spec=_share_of_job(spec, memory, int(job.worker_cores), per_node, on_gpu=on_gpu),
+            asked=Request(
+                name=str(job.job_name or "dask-worker"),
+                gpus=0 if in_header else gpus,
+                gpu_type=settings.get("gpu_type"),
+                nodes=nodes,
+            ),
+            spec=dataclasses.replace(spec, memory_limit=share, nthreads=nthreads),
             gpus=gpus,
-            gpu_type=settings.get("gpu_type"),
-            nodes=nodes,
-            gpus_in_header=in_header,
             workers=workers,
             python=str(settings.get("python") or shlex.quote(sys.executable)),
             n_workers=number(settings.get("n_workers", 0), "n_workers", "workers"),
@@ -324,19 +309,18 @@ class _Reader:
             ),
         )
 
-    def _worker_spec(self, given: Mapping[str, Any]) -> WorkerSpec:
+    def _worker_spec(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> WorkerSpec:
         """Read the workers' specification; `worker_extra_args` overrule the configuration."""
-        extra = _worker_extra_args({**self.site, **given})
-        settings = {
+        found = {
             name: value
-            for some in (self.site, extra, given)
+            for some in (self.site, _worker_extra_args(settings), given)
             for name, value in some.items()
             if name in SPEC_FIELDS - {"name"}  # that of the cluster
         }
-        if "protocol" in settings:
-            protocol = str(settings["protocol"]).removesuffix("://")
-            settings["protocol"] = "tcp" if protocol == "tls" else protocol
-        return WorkerSpec.from_keywords(settings)
+        if "protocol" in found:
+            protocol = str(found["protocol"]).removesuffix("://")
+            found["protocol"] = "tcp" if protocol == "tls" else protocol
+        return WorkerSpec.from_keywords(found)
 
     def _gpus(self, settings: Mapping[str, Any], nodes: int, spec: WorkerSpec) -> tuple[int, bool]:
         """Return the GPUs per job, and whether the user's own directives ask for them already."""
@@ -358,10 +342,6 @@ class _Reader:
             )
         return asked, False
 
-    def _learns_memory(self, settings: Mapping[str, Any]) -> bool:
-        """Return whether only the job knows its memory: a directive asks for it, ``memory`` not."""
-        return "memory" not in settings and self.queue.requests_memory(_directives(settings))
-
     def _make_job(self, settings: Mapping[str, Any], processes: int | None) -> Any:
         """Make dask-jobqueue's Job, without logs and worker's command, which are hpcdask's own."""
         unused = {"log_directory", "interface", "worker_command", "worker_extra_args", "extra"}
@@ -370,9 +350,6 @@ class _Reader:
             keywords["processes"] = processes
         for name in {"cores", "processes"} & keywords.keys():
             keywords[name] = number(keywords[name], name, name, least=1)
-        check_memory(settings.get("memory"))
-        if self._learns_memory(settings):
-            keywords["memory"] = NO_MEMORY
         quiet: dict[str, Any] = {"log-directory": None, "worker-extra-args": [], "extra": None}
         section = {f"jobqueue.{self.config_name}": {**self.section, **quiet}}
         try:
@@ -397,29 +374,23 @@ def _directives(settings: Mapping[str, Any]) -> list[str]:
 
 def _check_groups(groups: Any, owner: type[JobCluster]) -> None:
     """Raise UsageError if these are no groups, or one has no proper name."""
-    taken = {*ADAPTIVE, *signature(owner.scale).parameters, *signature(owner.adapt).parameters}
-    if not isinstance(groups, Mapping) or not groups:
-        raise UsageError(f"groups={groups!r} is not a dict of groups: {GROUPS}")
-    for name, given in groups.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", name):
+    of_dicts = isinstance(groups, Mapping) and all(isinstance(o, Mapping) for o in groups.values())
+    if not of_dicts or not groups:
+        raise UsageError(
+            f"groups={groups!r} is not a dict of groups, each a dict of keywords, such as "
+            f'{{"gpu": dict(gpus_per_job=1), "cpu": dict(device="cpu")}}'
+        )
+    taken = {*signature(owner.scale).parameters, *signature(owner.adapt).parameters}
+    for name in groups:
+        if name in taken or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,31}", str(name)):
             raise UsageError(
-                f"groups: {name!r} is not a name for a group: letters, digits and _, a letter "
-                f"first, 32 at most"
+                f"groups: {name!r} is not a name for a group: a letter, then letters, digits and "
+                f"_, 32 at most, and no keyword of scale or adapt"
             )
-        if name in taken:
-            raise UsageError(f"groups: {name} is a keyword of scale or adapt: take another name")
-        if not isinstance(given, Mapping):
-            raise UsageError(f"group {name}: {given!r} is not a dict of keywords: {GROUPS}")
 
 
 def _local_queue(settings: Mapping[str, Any]) -> tuple[Queue, dict[str, Any]]:
     """Return the queue of this machine's processes, and a job's share of the machine."""
-    import psutil
-
-    from hpcdask.bootstrap.resources import launcher_cores
-    from hpcdask.gpu.devices import visible_gpus
-    from hpcdask.queues.local import LocalQueue
-
     found: dict[str, Any] = {}
     device = settings.get("device", "auto")
     gpus = [] if device == "cpu" else [gpu.uuid for gpu in visible_gpus()]
@@ -436,41 +407,31 @@ def _local_queue(settings: Mapping[str, Any]) -> tuple[Queue, dict[str, Any]]:
 
 
 def _read_scheduler(settings: Mapping[str, Any], *, local: bool, on_node: bool) -> dict[str, Any]:
-    """Return the keywords of the scheduler, with the address at which it listens."""
+    """Return the keywords of the scheduler, with the address at which it listens.
+
+    Raises UsageError if this machine lacks its interface, unless it will run `on_node`.
+    """
     chosen = dict(settings.get("scheduler_options", {}))
-    interface = settings.get("interface")
-    if "host" not in chosen:
-        chosen.setdefault("interface", interface)
-        if local and chosen["interface"] is None:
-            chosen["host"] = LOOPBACK
-        if not on_node and chosen["interface"] is not None:
-            what = "interface" if chosen["interface"] == interface else "scheduler_options"
-            _check_interface(chosen["interface"], what)
+    if "host" in chosen:
+        return chosen
+    interface = chosen.setdefault("interface", settings.get("interface"))
+    if local and interface is None:
+        chosen["host"] = LOOPBACK
+    if interface is not None and not on_node:
+        try:
+            get_ip_interface(interface)
+        except ValueError:
+            has = ", ".join(one.name for one in interfaces(every=True))
+            raise UsageError(
+                f"interface: this machine has no interface {interface} with an IPv4 address. It "
+                f"has: {has}. If only the nodes have {interface}, name this machine's: "
+                f'scheduler_options={{"interface": "…"}}'
+            ) from None
     return chosen
-
-
-def _check_interface(interface: str, what: str) -> None:
-    """Raise UsageError unless this machine has this interface."""
-    from distributed.utils import get_ip_interface
-
-    try:
-        get_ip_interface(interface)
-    except ValueError:
-        from hpcdask.comm.fabric import interfaces
-
-        has = ", ".join(one.name for one in interfaces(every=True))
-        raise UsageError(
-            f"{what}: this machine has no interface {interface} with an IPv4 address. It has: "
-            f"{has}. If only the nodes have {interface}, name this machine's: "
-            f'scheduler_options={{"interface": "…"}}'
-        ) from None
 
 
 def _worker_extra_args(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Read ``worker_extra_args``, in dask's or dask-cuda's words, as fields of `WorkerSpec`."""
-    if "extra" in settings:
-        text = "extra has been renamed to worker_extra_args, which counts if both are given"
-        warnings.warn(text, FutureWarning, stacklevel=2)
     args = settings.get("worker_extra_args") or settings.get("extra") or []
     words = [word for arg in args for word in shlex.split(str(arg))]
     try:
@@ -486,21 +447,52 @@ def _worker_extra_args(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _share_of_job(
-    spec: WorkerSpec, memory: int | None, cores: int, per_node: int, *, on_gpu: bool
-) -> WorkerSpec:
-    """Return the spec with each worker's share of the job's memory and cores, where it has none.
+# dask-jobqueue and its part of Dask's configuration
 
-    On a GPU the worker's own default counts, which is one thread.
+
+def import_jobqueue(module: str) -> Any:
+    """Import a module of dask-jobqueue. Raises UsageError if others may write Dask's configuration.
+
+    The import would replace the handler of SIGINT, and writes a file of configuration.
     """
-    share = spec.memory_limit
-    if share is None and memory is not None:
-        share = memory // per_node
-        if share < LEAST_MEMORY_LIMIT:
-            raise UsageError(
-                f"a job's memory of {memory:,} bytes is {share:,} for each of its {per_node} "
-                f"workers on a node, less than an idle worker has: ask for more memory, or fewer "
-                f"processes"
-            )
-    threads = None if on_gpu else max(1, cores // per_node)
-    return dataclasses.replace(spec, memory_limit=share, nthreads=spec.nthreads or threads)
+    real, mask = signal.signal, os.umask(0o077)
+    signal.signal = lambda *args: None
+    try:
+        found = importlib.import_module(f"dask_jobqueue.{module}")
+        if not dask.config.get(f"jobqueue.{module}.name", None):
+            # imported first inside a block of dask.config.set, whose end took the defaults away
+            importlib.import_module("dask_jobqueue.config").reconfigure()
+    finally:
+        signal.signal = real
+        os.umask(mask)
+    check_configuration()
+    return found
+
+
+def import_job_class(jobqueue: tuple[str, str]) -> Any:
+    """Import a Job class; see `Queue.jobqueue`."""
+    module, name = jobqueue
+    if "." not in name:
+        return getattr(import_jobqueue(module), name)
+    import_jobqueue("core")
+    path, _, name = name.rpartition(".")
+    return getattr(importlib.import_module(path), name)
+
+
+def read_section(jobqueue: tuple[str, str], config_name: str | None = None) -> dict[str, Any]:
+    """Return a system's section of the configuration, or the one of this name.
+
+    What it lacks comes from the system's own section, and from that of the Job class. Raises
+    UsageError if there is no such section.
+    """
+    usual = import_job_class(jobqueue).default_config_name()
+    sections: Mapping[str, Any] = dask.config.get("jobqueue")
+    if config_name is not None and not isinstance(sections.get(config_name), Mapping):
+        raise UsageError(
+            f"config_name={config_name!r}: Dask's configuration has no section "
+            f"jobqueue.{config_name}. It has: {', '.join(sorted(sections))}. A new one needs only "
+            f"what differs from jobqueue.{jobqueue[0]}"
+        )
+    names = dict.fromkeys((usual, jobqueue[0], config_name or usual))
+    found = [sections.get(name) or {} for name in names]
+    return {name.replace("_", "-"): value for one in found for name, value in one.items()}

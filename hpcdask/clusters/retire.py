@@ -1,8 +1,7 @@
-"""Requests to the scheduler when workers come to their end.
+"""Requests to the scheduler, in the same event loop, when workers come to their end.
 
-Plain functions on a `distributed.Scheduler` in the same event loop. They stand on what its own
-`retire_workers` and timeouts use; the comments name what of it is not documented, and
-``tests/jobs/test_retire.py`` notices when that moves.
+They stand on what distributed's `retire_workers` and timeouts use; the comments name what of that
+is not documented, and ``tests/jobs/test_retire.py`` notices when it moves.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Collection
 from time import monotonic
 from typing import Any
 
-from dask.typing import Key
 from distributed import Scheduler, Status
 from distributed.active_memory_manager import RetireWorker
 from distributed.metrics import time
@@ -98,21 +96,24 @@ def fail_waiting(
 
     Those that depend on them fail too and are not counted.
     """
-    stimulus_id = f"hpcdask-fail-waiting-{time()}"
-    tasks = scheduler.tasks.values()
-    waiting = [ts.key for ts in tasks if ts.state in states and which(ts)]
-    failed = 0
+    stimulus_id, known, failed = f"hpcdask-fail-waiting-{time()}", scheduler.tasks, 0
+    waiting = [ts.key for ts in known.values() if ts.state in states and which(ts)]
     for key in waiting:
-        ts = scheduler.tasks.get(key)  # the failure of another may have released it
-        if ts is not None and ts.state in states:
-            _fail(scheduler, key, error, stimulus_id)
-            failed += 1
+        if key not in known or known[key].state not in states:
+            continue  # the failure of another has released it
+        # As the scheduler's own timeout for tasks without workers does it.
+        recommendations = scheduler.transition(
+            key,
+            "erred",
+            stimulus_id,
+            exception=pickle.dumps(error),
+            exception_text=str(error),
+            traceback_text="",
+            cause=key,
+        )
+        scheduler.transitions(recommendations, stimulus_id)
+        failed += 1
     return failed
-
-
-def fail_unfinished(scheduler: Scheduler, error: Exception) -> int:
-    """Fail the Dask tasks that wait or run with `error`; return their number."""
-    return fail_waiting(scheduler, error, states=(*WAITING, "processing"))
 
 
 def closable(
@@ -143,20 +144,6 @@ def _release_waiting(scheduler: Scheduler, ws: WorkerState, stimulus_id: str) ->
     """Give other workers the Dask tasks that this worker's last heartbeat did not show running."""
     waiting = [ts.key for ts in ws.processing if ts not in ws.executing]
     scheduler.transitions(dict.fromkeys(waiting, "released"), stimulus_id)
-
-
-def _fail(scheduler: Scheduler, key: Key, error: Exception, stimulus_id: str) -> None:
-    # As the scheduler's own timeout for tasks without workers does it.
-    recommendations = scheduler.transition(
-        key,
-        "erred",
-        stimulus_id,
-        exception=pickle.dumps(error),
-        exception_text=str(error),
-        traceback_text="",
-        cause=key,
-    )
-    scheduler.transitions(recommendations, stimulus_id)
 
 
 async def _drain(scheduler: Scheduler, addresses: Collection[str], deadline: float) -> set[str]:

@@ -5,7 +5,6 @@ Workers come and go by whole jobs, in groups; a cluster without groups has one, 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import inspect
 import math
@@ -21,7 +20,7 @@ from hpcdask.errors import UsageError
 from hpcdask.spec.parsing import parse_memory
 
 from . import retire
-from .keywords import ADAPTIVE, number, seconds
+from .keywords import number
 
 if TYPE_CHECKING:
     from .cluster import JobCluster
@@ -42,11 +41,10 @@ def wishes(
 
     `given` is its own keywords, of which the one with the most workers counts. Raises UsageError.
     """
-    given = {name: value for name, value in given.items() if value}
-    _check_groups(groups, "scale", named, given)
     if "" not in groups:
         return {name: number(n, f"scale: {name}", "workers") for name, n in named.items()}
-    return {"": math.ceil(max(_in_workers(groups[""], "scale", given), default=0))}
+    numbers = [_in_workers(groups[""], f"scale: {name}", n) for name, n in given.items() if n]
+    return {"": math.ceil(max(numbers, default=0))}
 
 
 def bounds(
@@ -55,99 +53,67 @@ def bounds(
     """Return the least and most workers that `adapt` is asked for, by group, in whole jobs.
 
     `given` is the bounds of a cluster without groups, of which the strictest counts; `named` those
-    of groups. Raises UsageError.
+    of groups. The lower bound is rounded up, the upper one down. Raises UsageError.
     """
-    found: dict[str, list[list[float]]] = {}
-    if "" in groups:
-        found[""] = [
-            _in_workers(groups[""], "adapt", {name: given[name] for name in given if bound in name})
-            for bound in ("minimum", "maximum")
-        ]
-    else:
-        for_all = [name for name, value in given.items() if value not in (None, 0, math.inf)]
-        _check_groups(groups, "adapt", named, for_all)
+    found = {}
+    if job := groups.get(""):
+        known = {name: value for name, value in given.items() if value not in (None, math.inf)}
+        numbers = {name: _in_workers(job, f"adapt: {name}", known[name]) for name in known}
+        least = [n for name, n in numbers.items() if name.startswith("minimum")]
+        most = [n for name, n in numbers.items() if name.startswith("maximum")]
+        found[""] = _whole_jobs(max(least, default=0), min(most, default=math.inf), job.workers)
     for name, value in named.items():
         if not isinstance(value, tuple | list) or len(value) != 2:
             raise UsageError(f"adapt: {name}={value!r} is not a least and a most number: (0, 16)")
-        found[name] = [
-            [] if one in (None, math.inf) else [number(one, f"adapt: {name}", "workers")]
-            for one in value
-        ]
-    return {
-        name: _whole_jobs(max(least, default=0), min(most, default=math.inf), groups[name].workers)
-        for name, (least, most) in found.items()
-    }
-
-
-def _check_groups(
-    groups: Collection[str], call: str, named: Collection[str], unnamed: Collection[str]
-) -> None:
-    """Raise UsageError for unknown groups, and for a number whose group is not named."""
-    names = [name for name in groups if name]
-    if unknown := [name for name in named if name not in names]:
-        there = f"There are {', '.join(names)}" if names else "This cluster has no groups"
-        raise UsageError(f"{call}: no group {', '.join(unknown)}. {there}")
-    if names and (unnamed or not named):
-        raise UsageError(
-            f"{call}: this cluster has groups, so name them: "
-            f"{call}({', '.join(f'{name}=…' for name in names)})"
+        low, high = (
+            default if one in (None, math.inf) else number(one, f"adapt: {name}", "workers")
+            for one, default in zip(value, (0, math.inf), strict=True)
         )
-
-
-def _in_workers(one: JobOptions, call: str, given: Mapping[str, Any]) -> list[float]:
-    """Convert numbers of workers, jobs or cores, and memory, to workers. None means no number."""
-    found: list[float] = []
-    for name, value in given.items():
-        unit = name.rpartition("_")[2]
-        if value is None or value == math.inf:
-            continue
-        if unit == "memory":
-            amount = parse_memory(value, name)
-            found += [] if amount is None else [amount / one.worker_memory]
-        elif unit == "jobs":
-            found.append(number(value, f"{call}: {name}", "jobs") * one.workers)
-        elif unit == "cores":
-            found.append(number(value, f"{call}: {name}", "cores") / one.worker_threads)
-        else:
-            found.append(number(value, f"{call}: {name}", "workers"))
+        found[name] = _whole_jobs(low, high, groups[name].workers)
     return found
 
 
+def check_names(
+    call: Callable[..., Any],
+    groups: Collection[str],
+    given: Mapping[str, Any],
+    named: Collection[str],
+) -> None:
+    """Raise UsageError for unknown groups, and for a number whose group is not named.
+
+    `call` is a cluster's method, `given` its own keywords with a number, `named` all others.
+    """
+    names, do = [name for name in groups if name], call.__name__
+    if unknown := [name for name in named if name not in names]:
+        near = difflib.get_close_matches(unknown[0], inspect.signature(call).parameters, 1, 0.5)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        there = f"There are {', '.join(names)}" if names else "This cluster has no groups"
+        raise UsageError(f"{do}: no keyword and no group {', '.join(unknown)}. {hint}{there}")
+    if names and (not named or any(value not in (None, 0, math.inf) for value in given.values())):
+        wanted = ", ".join(f"{name}=…" for name in names)
+        raise UsageError(f"{do}: this cluster has groups, so name them: {do}({wanted})")
+
+
+def _in_workers(job: JobOptions, name: str, value: Any) -> float:
+    """Convert a number of workers, jobs or cores, or memory, to workers."""
+    unit = name.rpartition("_")[2].rpartition(" ")[2]
+    if unit == "memory":
+        return (parse_memory(value, name) or 0) / job.worker_memory
+    if unit == "jobs":
+        return number(value, name, "jobs") * job.workers
+    if unit == "cores":
+        return number(value, name, "cores") / (job.spec.nthreads or 1)
+    return number(value, name, "workers")
+
+
 def _whole_jobs(low: float, high: float, size: int) -> tuple[int, float]:
-    """Return the bounds in workers of whole jobs: the lower one rounded up, the upper one down."""
-    if 0 < high < size:
+    least, most = math.ceil(low / size) * size, high if high == math.inf else high // size * size
+    if least > most or 0 < high < size:
         raise UsageError(
-            f"adapt: the maximum of {high:.3g} workers is less than a job, which has {size}"
+            f"adapt: between a minimum of {low:.3g} and a maximum of {high:.3g} workers there is "
+            f"no whole number of jobs, each of which has {size}"
         )
-    least = math.ceil(low / size) * size
-    most = high if high == math.inf else int(high // size) * size
-    if least > most:
-        whole = f", in whole jobs of {size}" if size > 1 else ""
-        raise UsageError(
-            f"adapt: the minimum of {least} workers is above the maximum of {most:g}{whole}"
-        )
-    return least, most
-
-
-def check_adaptive(adapt: Callable[..., Any], given: Collection[str]) -> None:
-    """Raise UsageError for keywords of `adapt` that distributed would drop."""
-    known = [name for name in inspect.signature(adapt).parameters if name[:3] in ("min", "max")]
-    known += ADAPTIVE
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"adapt: unknown keyword {name}: {hint}There are {', '.join(known)}")
-
-
-def times(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the times among the keywords in seconds; they may be texts."""
-    return {
-        name: seconds(given[name], f"adapt: {name}")
-        for name in ("interval", "target_duration")
-        # an interval of 0 is for who adapts by hand
-        if given.get(name) or (name in given and name != "interval")
-    }
+    return least, most if most == math.inf else int(most)
 
 
 # What the work needs
@@ -205,67 +171,49 @@ def demands(
 
 
 class JobAdaptive(Adaptive):
-    """Adaptive scaling of a group: up at once, down by whole jobs once `wait_count` looks agree."""
+    """Adaptive scaling of groups, each between its own `bounds`, by whole jobs.
+
+    A group gets more workers at once, and fewer once `wait_count` looks in a row agree.
+    """
 
     cluster: JobCluster
 
-    def __init__(self, cluster: JobCluster, group: str = "", **keywords: Any) -> None:
-        super().__init__(cluster, **keywords)
-        self.group = group
-        self.groups: dict[str, JobAdaptive] = {group: self}
+    def __init__(
+        self, cluster: JobCluster, bounds: Mapping[str, tuple[int, float]], **keywords: Any
+    ) -> None:
+        least, most = (sum(some) for some in zip(*bounds.values(), strict=True))
+        super().__init__(cluster, minimum=least, maximum=most, **keywords)
+        self.bounds = dict(bounds)
         self._rules = {"key": self.worker_key, "memory_ratio": keywords.get("memory_ratio")}
-        self._looks: deque[int] = deque(maxlen=max(1, self.wait_count))
+        self._looks = {name: deque[int](maxlen=max(1, self.wait_count)) for name in bounds}
 
-    async def target(self) -> int:
-        """Return the number of workers that the work and the gangs need, or that are not idle."""
+    def needed(self) -> dict[str, int]:
+        """Return how many workers of each group the work and the gangs need, or are not idle."""
         controller = self.cluster.controller
         assert controller is not None
-        scheduler, group = controller.scheduler, controller.groups[self.group]
-        needed = demands(
-            list(controller.groups.values()),
-            self.cluster.limits(),
-            self.target_duration,
-            workers_wanted(scheduler),
-        )
-        idle = retire.closable(scheduler, group.job_of, **self._rules)
-        busy = [ws for job, states in group.connected().items() if job not in idle for ws in states]
-        return max(needed[self.group], len(busy))
-
-    async def recommendations(self, target: int) -> dict[str, Any]:
-        """Return whether to have more or fewer workers, and how many."""
-        self._looks.append(target)
-        planned, most = len(self.cluster.names([self.group])), max(self._looks)
-        if target > planned:
-            return {"status": "up", "n": target}
-        if len(self._looks) == self._looks.maxlen and most < planned:
-            return {"status": "down", "n": most}
-        return {"status": "same"}
-
-    async def scale_up(self, n: int) -> None:  # type: ignore[override]
-        """Wish for so many workers, and do not wait: the next look may find fewer to be enough."""
-        with contextlib.suppress(UsageError):  # the cluster is closed
-            self.cluster.wish({self.group: n})
-
-    scale_down = scale_up  # type: ignore[assignment]
-
-
-class GroupsAdaptive(JobAdaptive):
-    """Adaptive scaling of several groups, each between `bounds` of its own."""
-
-    def __init__(
-        self,
-        cluster: JobCluster,
-        bounds: Mapping[str, tuple[int, float]],
-        interval: Any = None,
-        **keywords: Any,
-    ) -> None:
-        super().__init__(cluster, interval=interval, **keywords)
-        self.groups = {
-            name: JobAdaptive(cluster, name, interval=0, minimum=least, maximum=most, **keywords)
-            for name, (least, most) in bounds.items()
-        }
+        scheduler, groups = controller.scheduler, controller.groups
+        gangs = workers_wanted(scheduler)
+        found = demands(list(groups.values()), self.cluster.limits(), self.target_duration, gangs)
+        for name, group in groups.items():
+            idle = retire.closable(scheduler, group.job_of, **self._rules)
+            connected = group.connected().items()
+            busy = sum(len(states) for job, states in connected if job not in idle)
+            found[name] = max(found[name], busy)
+        return found
 
     async def adapt(self) -> None:
-        """Look at each group."""
-        for one in self.groups.values():
-            await one.adapt()
+        """Wish for what each group needs, and do not wait: the next look may find less."""
+        needed = self.needed()
+        for name, (least, most) in self.bounds.items():
+            self.follow(name, int(max(least, min(most, needed[name]))))
+
+    def follow(self, name: str, target: int) -> None:
+        """Wish for this many workers of a group: more at once, fewer if other looks agree."""
+        assert self.cluster.controller is not None
+        group, looks = self.cluster.controller.groups[name], self._looks[name]
+        looks.append(target)
+        planned = len(group.names())
+        if target > planned:
+            group.want(target)
+        elif len(looks) == looks.maxlen and max(looks) < planned:
+            group.want(max(looks))

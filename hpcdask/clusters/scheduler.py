@@ -27,25 +27,19 @@ from hpcdask.security.credentials import (
 from hpcdask.security.nearby import NearbySecurity
 from hpcdask.upstream.distributed import cull_by_layer
 
-from .options import LOOPBACK, NO_ADDRESS
+from .options import LOOPBACK, NO_ADDRESS, ClusterOptions
 
 
 @dataclass(eq=False)
 class ClusterScheduler:
     """Scheduler in the event loop of its cluster; `server` is None before the start.
 
-    `options` are its keywords. `asked` is credentials of the user's own, or False for none;
-    otherwise new ones are made. `local` tells whether all workers are on this machine. `address`
-    has a placeholder before the start, `dashboard_link` is empty, and so is `tunnel`, the command
-    that brings the dashboard to the user's machine, where none is needed.
+    `tunnel` is the command that brings the dashboard to the user's machine; empty where none is
+    needed.
     """
 
-    scheduler_cls: type[Scheduler]
-    options: dict[str, Any]
-    asked: Security | bool | None
-    local: bool
+    options: ClusterOptions
     say: Callable[[str], None]
-    port_range: str | None = None
     server: Scheduler | None = None
     address: str = NO_ADDRESS
     dashboard_link: str = ""
@@ -55,7 +49,7 @@ class ClusterScheduler:
 
     def save_keys(self, folder: str) -> None:
         """Set `security`, and save what workers need of it in `folder`."""
-        asked, keys = self.asked, dict[str, str]()
+        asked, keys = self.options.security, dict[str, str]()
         if asked is False:
             self.say("warning: security=False: any user who reaches a port of it runs code as you")
         elif isinstance(asked, Security):
@@ -65,29 +59,33 @@ class ClusterScheduler:
         else:
             keys = create_credentials()
             self.security = to_security(keys)
-        if shared := {name: text for name, text in keys.items() if "scheduler" not in name}:
+        if keys:
+            shared = {name: text for name, text in keys.items() if "scheduler" not in name}
             save_credentials(shared, folder)
 
     async def start(self) -> None:
         """Start the scheduler, and its dashboard once somebody looks at it."""
         raise_descriptor_limit()
-        chosen = self.options.get("host") or self.options.get("interface")
-        if not (self.local or chosen) and (address := only_address(own := get_ip())) != own:
-            self.options["host"] = address
+        asked, ports_of = self.options.scheduler, self.options.port_range
+        local, found = self.options.queue.is_local, dict[str, str]()
+        chosen = asked.get("host") or asked.get("interface")
+        if not (local or chosen) and (address := only_address(own := get_ip())) != own:
+            found["host"] = address
         options = {
             "protocol": "tls" if self.security.require_encryption else "tcp",
             "security": self.security,
             "port": 0,
             "dashboard": False,
-            "dashboard_address": f"{LOOPBACK}:{0 if self.port_range else 8787}",
+            "dashboard_address": f"{LOOPBACK}:{0 if ports_of else 8787}",
             "local_directory": self._scratch,
-            **self.options,
+            **asked,
+            **found,
         }
-        with ports.within(self.port_range):
+        with ports.within(ports_of):
             # the default port of the dashboard may be taken
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Port .* is already in use")
-                self.server = self.scheduler_cls(**options)
+                self.server = self.options.scheduler_cls(**options)
             webserver.guard(self.server)
             webserver.add_lazy_dashboard(self.server)
             self.server.add_plugin(GpuMonitor(self.server))
@@ -96,43 +94,33 @@ class ClusterScheduler:
         self.address = self.server.address
         host = get_address_host(self.address)
         remedy = 'scheduler_options={"interface": "…"}'
-        if not self.local and (warning := unreachable(host, remedy)):
+        if not local and (warning := unreachable(host, remedy)):
             self.say(warning)
         web: Any = self.server.http_server
-        if web is not None:
-            self._show_dashboard(web.address, web.port, host)
-
-    def _show_dashboard(self, listens: str, port: int, host: str) -> None:
-        """Set the link to the dashboard, and the command that brings it to the user's machine."""
-        host = listens if listens in (LOOPBACK, "::1") else host
+        if web is None:
+            return
+        shown = web.address if web.address in (LOOPBACK, "::1") else host
         try:
-            self.dashboard_link = str(format_dashboard_link(host, port))
-        except KeyError as error:
-            self.dashboard_link = f"http://{host}:{port}/status"
-            self.say(
-                f"warning: distributed.dashboard.link of Dask's configuration names "
-                f"{error.args[0]}, which is not set here, so the plain address is shown"
-            )
-        if not self.local and listens == LOOPBACK:
-            self.tunnel = f"ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}"
+            self.dashboard_link = str(format_dashboard_link(shown, web.port))
+        except KeyError:  # a variable of distributed.dashboard.link is not set here
+            self.dashboard_link = f"http://{shown}:{web.port}/status"
+        if not local and web.address == LOOPBACK:
+            self.tunnel = f"ssh -L {web.port}:{LOOPBACK}:{web.port} {socket.gethostname()}"
 
     async def close(self) -> None:
-        """Close the scheduler if it was started. Its workers end as well."""
+        """Close the scheduler if it was started, with its workers, and remove its folder."""
         if self.server is not None and self.server.status != Status.closed:
             await refresh(self.server)
             for line in usage_lines(self.server):
                 self.say(line)
             await self.server.close(reason="the cluster is closed")
+        if self._scratch:
+            private.remove(self._scratch, owner_text())
 
     def make_scratch(self) -> None:
         """Make its folder: distributed's usual one, on sys.path as well, may be another user's."""
         self._scratch = scratch_folder(None, lambda path: None)
         make_observable()
-
-    def remove_scratch(self) -> None:
-        """Remove what the scheduler had on this machine's disk."""
-        if self._scratch:
-            private.remove(self._scratch, owner_text())
 
 
 def _pem(value: str) -> str:

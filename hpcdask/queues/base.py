@@ -42,8 +42,8 @@ class Request:
     """
 
     name: str
-    tag: str
-    folder: str
+    tag: str = ""
+    folder: str = ""
     gpus: int = 1
     gpu_type: str | None = None
     nodes: int = 1

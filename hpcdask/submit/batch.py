@@ -12,9 +12,14 @@ from typing import Any
 
 import dask.config
 
-from hpcdask.clusters.configuration import import_job_class, read_section
 from hpcdask.clusters.keywords import job_keywords
-from hpcdask.clusters.options import NO_MEMORY, JobOptions, read_job_options
+from hpcdask.clusters.options import (
+    NO_MEMORY,
+    JobOptions,
+    import_job_class,
+    read_job_options,
+    read_section,
+)
 from hpcdask.errors import QueueError, Refused, UsageError
 from hpcdask.jobs.folder import BATCH, base_path
 from hpcdask.jobs.owner import check_owned

@@ -86,9 +86,10 @@ def test_jobs_shows_where_each_job_belongs(user):
     row = known[next(iter(left.submitted()))]
     assert (row["cluster"], row["queue"], row["state"]) == (left.name, "local", "running")
     assert (row["told_by"], row["workers"]) == ("queue", None)
-    assert row["notebook"] == {"lives": False, "host": socket.gethostname(), "pid": left.owner.pid}
+    assert row["lives"] is False
+    assert f"process {left.owner.pid} on {socket.gethostname()} is gone" in row["owner"]
     assert abs(row["since"] - time.time()) < 600
-    assert known[next(iter(living.submitted()))]["notebook"]["lives"] is True
+    assert known[next(iter(living.submitted()))]["lives"] is True
 
     lines = user.hpcdask("list", "--jobs").stdout.splitlines()
     assert lines[0].split() == ["cluster", "job", "state", "queue", "since", "owner"]
@@ -122,10 +123,7 @@ def test_down_ends_what_was_left_and_nothing_else(user):
         assert f"{left.name}: cancelling" in done.stdout
         assert all(job_id in done.stdout for job_id in left.submitted())
         assert f"{left.name}: 2 jobs cancelled and gone; no keys are left" in done.stdout
-        assert (
-            f"{living.name}: kept 2 jobs, since its notebook (process {living.owner.pid}"
-            in done.stdout
-        )
+        assert f"{living.name}: kept 2 jobs: notebook, process {living.owner.pid}" in done.stdout
         assert len(processes(living)) >= 2
         assert living.keys.exists()
         assert [process.poll() for process in strangers] == [None] * 3
@@ -166,9 +164,9 @@ def elsewhere(folder: ClusterFolder, **change: str) -> None:
 def test_a_notebook_that_cannot_be_seen_is_taken_for_alive(user):
     folder = user.cluster()
     elsewhere(folder, space="pid:[1]")
-    assert user.jobs(folder)[next(iter(folder.submitted()))]["notebook"]["lives"] is None
+    assert user.jobs(folder)[next(iter(folder.submitted()))]["lives"] is None
     done = user.hpcdask("down", "--dead", "--yes")
-    assert "cannot be seen from here. To cancel:" in done.stdout
+    assert "cannot be seen from here (--dead --all counts it as gone). To cancel:" in done.stdout
     assert "Nothing was left over" not in done.stdout
     assert len(processes(folder)) >= 2
     user.hpcdask("down", "--dead", "--all", "--yes")

@@ -369,17 +369,17 @@ def test_a_cluster_closes_with_its_scheduler(folder: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.count("the scheduler was shut down") == 1
 
 
-def test_one_idle_sample_cancels_nothing(folder: Path):
+def test_one_idle_sample_cancels_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A burst's work comes with pauses, and jobs wait for hours."""
     samples: list[int] = []
 
-    class Sampled(JobAdaptive):
-        async def safe_target(self) -> int:
-            samples.append(len(cluster.jobs()))
-            return 2 if len(samples) % 3 else 0
+    def needed(self: JobAdaptive) -> dict[str, int]:
+        samples.append(len(cluster.jobs()))
+        return {"": 2 if len(samples) % 3 else 0}
 
+    monkeypatch.setattr(JobAdaptive, "needed", needed)
     with make(folder) as cluster:
-        cluster.adapt(minimum=0, maximum=2, interval="50ms", Adaptive=Sampled)
+        cluster.adapt(minimum=0, maximum=2, interval="50ms")
         wait_for(lambda: len(samples) > 12, 30, "four idle samples")
         assert len(cluster.jobs()) == 2
         assert not any(job.cancelled or job.leaving for job in cluster.jobs())
@@ -454,11 +454,11 @@ def test_a_refusal_is_raised_once_and_shown_by_all_views(
     monkeypatch.setattr(LocalQueue, "submit", refuse)
     with pytest.raises(Refused, match="Invalid account") as error:
         make(folder, n_workers=1)
-    assert len(error.traceback) < 5
+    assert len(error.traceback) < 6
     with make(folder) as cluster:
         with pytest.raises(Refused, match="Invalid account") as error:
             cluster.scale(1)
-        assert len(error.traceback) < 5
+        assert len(error.traceback) < 6
         assert "Invalid account" not in capfd.readouterr().err
         assert "Invalid account" in repr(cluster)
         told = ClusterFolder.open(folder / cluster.id)
@@ -489,14 +489,11 @@ def test_a_working_folder_that_all_may_write_in_is_told(
     assert f"(mode 777): chmod o-w {project}" in told
 
 
-def test_a_dashboard_link_with_a_variable_that_is_not_set(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-):
+def test_a_dashboard_link_with_a_variable_that_is_not_set(folder: Path):
     link = "{NOT_SET_HERE}proxy/{port}/status"
     with dask.config.set({"distributed.dashboard.link": link}), make(folder) as cluster:
         assert re.search(r"dashboard http://127.0.0.1:\d+/status\)", repr(cluster))
         assert cluster.dashboard_link in repr(cluster)
-    assert capfd.readouterr().err.count("NOT_SET_HERE, which is not set here") == 1
 
 
 async def enter(cluster: hpcdask.LocalCUDAJobCluster) -> None:
@@ -605,7 +602,7 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path):
         ({"nanny": False}, "every worker has a nanny"),
         ({"worker_extra_args": ["--colour", "red"]}, "worker_extra_args: .*--colour"),
         ({"worker_extra_args": ["--name", "ann"]}, "named after their jobs"),
-        ({"host": "10.0.0.1"}, "belongs to the scheduler: scheduler_options"),
+        ({"host": "10.0.0.1"}, "host: did you mean scheduler_options="),
         ({"cores": 0}, "cores=0"),
         ({"poll_interval": timedelta(0)}, "poll_interval: 0.0 is not a time"),
         (
@@ -636,7 +633,9 @@ def test_a_comment_of_ones_own_is_replaced_and_told(
 
 def test_bad_numbers_submit_nothing(folder: Path):
     with make(folder) as cluster:
-        with pytest.raises(UsageError, match="minimum of 3 workers is above the maximum of 2"):
+        with pytest.raises(
+            UsageError, match="minimum of 3 and a maximum of 2 workers there is no whole"
+        ):
             cluster.adapt(minimum=3, maximum=2)
         with pytest.raises(UsageError, match="-1 is not a number of workers"):
             cluster.scale(-1)
@@ -651,9 +650,15 @@ def test_adapt_counts_in_whole_jobs_and_forgets_a_bad_option(folder: Path):
         for keywords, message in [
             ({"interval": "soon"}, "interval: 'soon' is not a time"),
             ({"minimum": -1}, "adapt: minimum=-1 is not a number of workers: 0, 1, 2, …"),
-            ({"maximum": 1}, "adapt: the maximum of 1 workers is less than a job, which has 2"),
-            ({"maximum_memory": "1MB"}, "is less than a job, which has 2"),
-            ({"minimum": 3, "maximum": 3}, "minimum of 4 workers is above the maximum of 2, in wh"),
+            (
+                {"maximum": 1},
+                "maximum of 1 workers there is no whole number of jobs, each of which has 2",
+            ),
+            ({"maximum_memory": "1MB"}, "there is no whole number of jobs"),
+            (
+                {"minimum": 3, "maximum": 3},
+                "minimum of 3 and a maximum of 3 workers there is no whole",
+            ),
         ]:
             with pytest.raises(UsageError, match=re.escape(message)):
                 cluster.adapt(**keywords)

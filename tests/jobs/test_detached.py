@@ -123,7 +123,7 @@ def test_two_notebooks_see_the_same(base: Path, capfd: pytest.CaptureFixture[str
         capfd.readouterr()
         hpcdask_cli("down", "mine")
         # sooner than Dask gives up connecting
-        wait_for(lambda: other.failure is not None, 4, "the other to see its end")
+        wait_for(lambda: other.failure is not None, 20, "the other to see its end")
         assert "has ended: hpcdask down" in capfd.readouterr().err
         with pytest.raises(ClusterError, match="hpcdask down"):
             one.scale(1)

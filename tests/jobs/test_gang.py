@@ -454,13 +454,13 @@ def test_the_walltime_ends_it_with_a_word(cluster, client: Client, tmp_path: Pat
 
 def test_adaptive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     looks: list[object] = []
-    target = JobAdaptive.target
+    needed = JobAdaptive.needed
 
-    async def look(self: JobAdaptive) -> int:
+    def look(self: JobAdaptive) -> dict[str, int]:
         looks.append(self)
-        return await target(self)
+        return needed(self)
 
-    monkeypatch.setattr(JobAdaptive, "target", look)
+    monkeypatch.setattr(JobAdaptive, "needed", look)
     with make(tmp_path) as cluster, cluster.get_client() as client, ThreadPoolExecutor() as pool:
         cluster.adapt(minimum=0, maximum=2, interval="200ms", wait_count=1)
         with pytest.raises(UsageError, match="a gang of 3 needs as many workers"):

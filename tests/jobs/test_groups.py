@@ -177,10 +177,10 @@ def test_each_group_follows_the_dask_tasks_that_only_it_can_run(folder: Path):
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ({}, "groups={} is not a dict of groups: {"),
-        ({"a-b": {}}, "groups: 'a-b' is not a name for a group: letters"),
-        ({"jobs": {}}, "groups: jobs is a keyword of scale or adapt"),
-        ({"gpu": 3}, "group gpu: 3 is not a dict of keywords"),
+        ({}, "groups={} is not a dict of groups, each"),
+        ({"a-b": {}}, "groups: 'a-b' is not a name for a group: a letter"),
+        ({"jobs": {}}, "groups: 'jobs' is not a name for a group"),
+        ({"gpu": 3}, "groups={'gpu': 3} is not a dict of groups, each a dict of keywords"),
         ({"gpu": {"gpus": 1}}, "group gpu: unknown keyword gpus: did you mean gpus_per_job?"),
         ({"gpu": {"device": "tpu"}}, "group gpu: device: 'tpu' is not one of"),
         ({"gpu": {"poll_interval": 3}}, "group gpu: poll_interval is for all groups"),
@@ -212,18 +212,24 @@ def test_calls_that_are_not_understood(folder: Path):
     with make(folder) as cluster:
         for call, message in [
             (lambda: cluster.scale(3), r"scale: this cluster has groups, so name them: scale\(gpu"),
-            (lambda: cluster.scale(tpu=1), "scale: no group tpu. There are gpu, cpu"),
+            (
+                lambda: cluster.scale(tpu=1),
+                "scale: no keyword and no group tpu. There are gpu, cpu",
+            ),
             (lambda: cluster.scale(gpu=-1), "scale: gpu=-1 is not a number of workers"),
             (lambda: cluster.adapt(maximum=3), "adapt: this cluster has groups"),
-            (lambda: cluster.adapt(tpu=(0, 1)), "adapt: no group tpu"),
+            (lambda: cluster.adapt(tpu=(0, 1)), "adapt: no keyword and no group tpu"),
             (lambda: cluster.adapt(gpu=3), "adapt: gpu=3 is not a least and a most number"),
-            (lambda: cluster.adapt(gpu=(3, 1)), "adapt: the minimum of 3 workers is above"),
+            (
+                lambda: cluster.adapt(gpu=(3, 1)),
+                "adapt: between a minimum of 3 and a maximum of 1 workers",
+            ),
         ]:
             with pytest.raises(UsageError, match=message):
                 call()
         assert cluster.jobs() == ()
     with make(folder, groups=None) as cluster:
-        with pytest.raises(UsageError, match=r"scale: no group gpu\. This cluster"):
+        with pytest.raises(UsageError, match=r"scale: no keyword and no group gpu\. This cluster"):
             cluster.scale(gpu=1)
-        with pytest.raises(UsageError, match="adapt: unknown keyword gpu"):
+        with pytest.raises(UsageError, match="adapt: no keyword and no group gpu"):
             cluster.adapt(gpu=(0, 1))

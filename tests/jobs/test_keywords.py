@@ -30,7 +30,7 @@ def script(folder: Path, **keywords: Any) -> str:
         ({"partition": "gpu"}, "unknown keyword partition: did you mean queue?"),
         ({"wallltime": "1"}, "unknown keyword wallltime: did you mean walltime?"),
         ({"start_time_out": 1}, "unknown keyword start_time_out: did you mean start_timeout?"),
-        ({"qqq": 1}, "unknown keyword qqq: There are those of hpcdask's clusters ("),
+        ({"qqq": 1}, "unknown keyword qqq: There are account, "),
         ({"device": "gpu"}, "device: 'gpu' is not one of auto, cuda, cpu"),
         ({"memory_limit": "1kB"}, "memory_limit: '1kB' is 1,000 bytes"),
         ({"walltime": 7200}, "walltime=7200 is a number, and queues differ in what that counts: "),
@@ -93,14 +93,14 @@ def test_a_section_that_is_none(tmp_path: Path, given: Any):
 
 @pytest.mark.parametrize(
     ("keyword", "hint"),
-    [("max", "did you mean maximum? "), ("maximum_workers", "did you mean maximum"), ("x", "")],
+    [("max", "Did you mean maximum? "), ("maximum_workers", "Did you mean maximum"), ("x", "")],
 )
 def test_adapt_takes_no_unknown_words(tmp_path: Path, keyword: str, hint: str):
     """Regression: `adapt(max=2)` scaled without a maximum."""
     keywords = {"device": "cpu", "shared_temp_directory": str(tmp_path)}
     with hpcdask.LocalCUDAJobCluster(**keywords) as cluster:
         with pytest.raises(
-            UsageError, match=f"^adapt: unknown keyword {keyword}: {re.escape(hint)}"
+            UsageError, match=f"^adapt: no keyword and no group {keyword}. {re.escape(hint)}"
         ):
             cluster.adapt(**{keyword: 2})
         adaptive = cluster.adapt(maximum=0, interval="2 s", target_duration=3, wait_count=1)
@@ -109,7 +109,7 @@ def test_adapt_takes_no_unknown_words(tmp_path: Path, keyword: str, hint: str):
 
 FIRST_IN_A_BLOCK = """
 import dask
-from hpcdask.clusters.configuration import import_jobqueue
+from hpcdask.clusters.options import import_jobqueue
 
 with dask.config.set({"jobqueue.slurm.walltime": "01:00:00"}):
     import_jobqueue("slurm")

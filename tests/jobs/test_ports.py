@@ -40,13 +40,7 @@ def test_what_is_refused(tmp_path: Path):
         hpcdask.LocalCUDAJobCluster(port_range="80", **options)
     with pytest.raises(UsageError, match=r"has 2 ports, and 1 worker per node need at least 3"):
         hpcdask.LocalCUDAJobCluster(port_range="20000-20001", **options)
-    made = {**options, "port_range": "20000-20007"}
-    for more in ({"n_workers": 2}, {"groups": {name: {"n_workers": 1} for name in "ab"}}):
-        with pytest.raises(
-            UsageError, match=r"port_range: .* 2 workers on this machine need at .* 9"
-        ):
-            hpcdask.LocalCUDAJobCluster(**made, **more)
-    assert not [one for cluster in list_clusters(tmp_path) for one in cluster.submissions()]
+    assert not list_clusters(tmp_path)
     groups = {"one": {"port_range": "20000-20999"}}
     with pytest.raises(UsageError, match="group one: port_range is for all groups"):
         hpcdask.LocalCUDAJobCluster(groups=groups, **options)

@@ -95,7 +95,7 @@ def test_it_does_not_run_and_is_not_to_be_made():
     from dask_labextension.manager import make_cluster
 
     async def session() -> None:
-        with pytest.raises(UsageError, match=r"no detached cluster mine runs\. hpcdask up mine"):
+        with pytest.raises(UsageError, match="no detached cluster mine"):
             await make_cluster({})
 
     with dask.config.set({"labextension.factory.kwargs": {"name": "mine"}}):

@@ -50,7 +50,7 @@ class Job:
 #: What distributed's SpecCluster has of scheduler and workers, said of ours.
 SPECS = {
     "scheduler_spec": property(
-        lambda self: {"options": {**self._own_scheduler.options, "security": self.security}}
+        lambda self: {"options": {**self.options.scheduler, "security": self.security}}
     ),
     "new_spec": property(lambda self: {"options": {"interface": self.groups[""].spec.interface}}),
 }

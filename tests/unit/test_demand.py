@@ -99,25 +99,18 @@ def test_what_several_can_run_counts_for_the_first_up_to_its_limit(resources: di
 
 
 def test_up_at_once_and_down_when_several_looks_agree():
-    cluster: Any = SimpleNamespace(names=lambda groups: set("abcde"))
-    adaptive = JobAdaptive(cluster, interval=0, wait_count=3)
-
-    async def look(target: int) -> tuple[str, int | None]:
-        found = await adaptive.recommendations(target)
-        return found["status"], found.get("n")
-
     async def check() -> None:
-        for target, expected in [
-            *((5, ("same", None)), (2, ("same", None)), (3, ("same", None))),
-            *((2, ("down", 3)), (9, ("up", 9)), (0, ("same", None)), (0, ("same", None))),
-            (0, ("down", 0)),
-        ]:
-            assert await look(target) == expected, target
+        group = control().groups[""]
+        group.want(5)
+        cluster: Any = SimpleNamespace(controller=group.controller)
+        adaptive = JobAdaptive(cluster, {"": (0, 9)}, interval=0, wait_count=3)
+        for target, wanted in [(5, 5), (2, 5), (3, 5), (2, 3), (9, 9), (0, 9), (0, 9), (0, 0)]:
+            adaptive.follow("", target)
+            assert group.wanted == wanted, target
 
     asyncio.run(check())
 
 
 def test_a_group_may_be_called_like_a_unit():
     groups: Any = {"gpu_jobs": SimpleNamespace(workers=2)}
-    given = {"minimum": 0, "maximum": None}
-    assert bounds(groups, given, {"gpu_jobs": (1, 4)}) == {"gpu_jobs": (2, 4)}
+    assert bounds(groups, {}, {"gpu_jobs": (1, 4)}) == {"gpu_jobs": (2, 4)}

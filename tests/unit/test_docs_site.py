@@ -21,8 +21,8 @@ import yaml
 import hpcdask
 from hpcdask import cli
 from hpcdask.bench.command import bench
-from hpcdask.clusters.configuration import import_jobqueue
-from hpcdask.clusters.keywords import ADAPTIVE, job_keywords
+from hpcdask.clusters.keywords import job_keywords
+from hpcdask.clusters.options import import_jobqueue
 from hpcdask.runner.options import command, parse
 from hpcdask.spec.specs import RunSpec
 from hpcdask.workloads import genotypes, packing, svd
@@ -196,7 +196,7 @@ FUNCTIONS = [
 @cache
 def cluster_keywords() -> set[str]:
     """Those that a cluster class takes, of any queueing system."""
-    found = {*RunSpec.__dataclass_fields__, *ADAPTIVE}
+    found = set(RunSpec.__dataclass_fields__)
     for name in hpcdask.__all__:
         cls = getattr(hpcdask, name)
         if name.endswith("Cluster"):

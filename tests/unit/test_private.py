@@ -212,8 +212,8 @@ def test_a_lock_is_a_file_of_that_name_alone(tmp_path, kind):
 IMPORTS = """
 import os
 os.umask(0)
-from hpcdask.clusters import configuration
-configuration.import_jobqueue("slurm")
+from hpcdask.clusters import options
+options.import_jobqueue("slurm")
 assert os.umask(0) == 0
 """
 

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings, strategies
 
 from doors import TAG, make_job, preamble
-from hpcdask.clusters.configuration import import_jobqueue
 from hpcdask.clusters.keywords import job_keywords
-from hpcdask.clusters.options import JobOptions, read_job_options
+from hpcdask.clusters.options import JobOptions, import_jobqueue, read_job_options
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.registry import queue_class
@@ -383,7 +382,7 @@ def options(kind: str, directive: str = "", gpus: int | None = None, **more: Any
 @pytest.mark.parametrize(("kind", "directive"), OWN_GPUS)
 def test_own_requests_of_gpus_count(kind: str, directive: str):
     found = options(kind, directive)
-    assert (found.workers, found.gpus_in_header) == (OWN_GPUS[kind, directive], True)
+    assert (found.workers, found.asked.gpus) == (OWN_GPUS[kind, directive], 0)
     assert found.spec.memory_limit == 2**36 // found.workers
     with pytest.raises(UsageError, match="both request GPUs"):
         options(kind, directive, gpus=4)
@@ -392,9 +391,9 @@ def test_own_requests_of_gpus_count(kind: str, directive: str):
 @pytest.mark.parametrize(("kind", "directive"), NO_GPUS)
 def test_directives_about_gpus_that_request_none(kind: str, directive: str):
     found = options(kind, directive)
-    assert (found.workers, found.gpus_in_header) == (1, False)
+    assert (found.workers, found.asked.gpus) == (1, 1)
     found = options(kind, directive, gpus=4)
-    assert (found.workers, found.gpus_in_header) == (4, False)
+    assert (found.workers, found.asked.gpus) == (4, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import hpcdask
-from hpcdask.clusters.configuration import import_job_class
 from hpcdask.clusters.keywords import OWN, SPEC_FIELDS, job_keywords
+from hpcdask.clusters.options import import_job_class
 from hpcdask.queues.registry import SYSTEMS, queue_class
 from hpcdask.runner.runner import Runner
 from hpcdask.spec.keywords import InitializeKeywords, RunKeywords

@@ -157,7 +157,7 @@ def test_distributed_still_says(module, texts):
 
 
 OVERRIDING = {
-    "hpcdask.clusters.cluster": ["JobCluster"],
+    "hpcdask.clusters.base": ["BaseCluster"],
     "hpcdask.comm.peers": ["PeerPool", "PeerWorker"],
     "hpcdask.node.device_worker": ["DeviceWorker"],
     "hpcdask.node.nanny": ["BoundNanny"],

@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import time
-from collections.abc import Awaitable, Coroutine, Generator
-from typing import Any, Self
+from collections.abc import Awaitable
+from typing import Any
 
-import dask.config
 from distributed import Security
 from distributed.core import Status as State
 from distributed.core import rpc
-from distributed.deploy.cluster import Cluster
 from distributed.objects import SchedulerInfo
-from tornado.ioloop import IOLoop
 
-from hpcdask.client.defaults import prompt_clients, suiting_devices
-from hpcdask.clusters.cluster import JobCluster, wait_unless
-from hpcdask.clusters.display import JobTable, age, html, text
+from hpcdask.client.defaults import suiting_devices
+from hpcdask.clusters.base import BaseCluster
+from hpcdask.clusters.classes import class_of
+from hpcdask.clusters.cluster import JobCluster
+from hpcdask.clusters.display import JobTable, age
 from hpcdask.clusters.keywords import seconds
-from hpcdask.errors import HpcdaskError, NoAnswer, UsageError, root_cause
+from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, UsageError, root_cause
 from hpcdask.gpu.table import GpuTable
 from hpcdask.jobs import detached
-from hpcdask.jobs.detached import ENDED, ControlRecord
+from hpcdask.jobs.detached import ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.logs import complain, say
-from hpcdask.upstream import distributed as upstream
+from hpcdask.logs import say
+from hpcdask.queues.registry import systems
 
-from .process import await_running, end, ended, security_of, start
-from .protocol import ANSWER_S, Status, ask
-from .request import Making, read_request
+from .process import Making, await_running, end, ended, read_request, security_of, start
+from .protocol import Status, ask, to_error
 
-#: Seconds between two requests for a detached cluster's status.
-LOOK_PAUSE_S = 1.0
+#: Seconds between two requests for a detached cluster's status, to connect to it, and for an answer
+#: that takes no time.
+LOOK_PAUSE_S, CONNECT_S, ANSWER_S = 1.0, 10.0, 30.0
 #: The pause is so many times as long as a request takes, for clusters of many workers.
 LOOK_SHARE = 20
 #: Seconds that a scheduler's job has to start before an error says why it waits.
 START_TIMEOUT_S = 600.0
-#: Requests under way in event loops, which hold tasks weakly.
-_requests: set[asyncio.Future[Any]] = set()
 
 
 class Adapting:
@@ -53,21 +48,17 @@ class Adapting:
     def __init__(self, cluster: AttachedCluster, bounds: dict[str, Any]) -> None:
         self.minimum, self.maximum = bounds.get("minimum"), bounds.get("maximum")
         self._cluster = cluster
-        self._request = cluster._request("adapt", bounds)
+        self._request = cluster._request("adapt", cluster._ask, "adapt", bounds)
 
-    async def _settled(self) -> Self:
-        await self._request
-        return self
-
-    def __await__(self) -> Generator[Any, None, Self]:
-        return self._settled().__await__()
+    def __await__(self) -> Any:
+        return self._request.__await__()
 
     def stop(self) -> Any:
         """End adaptive scaling; the workers stay."""
         return self._cluster.stop_adapting()
 
 
-class AttachedCluster(Cluster):
+class AttachedCluster(BaseCluster):
     """A detached cluster, which lives on without this object.
 
     It has the methods of a cluster of jobs. The cluster's own process carries them out, so all
@@ -90,18 +81,10 @@ class AttachedCluster(Cluster):
         self._seen = Status(told=0 if making else 1 << 30)
         self._failure: HpcdaskError | None = None
         self._follower: asyncio.Task[None] | None = None
-        self._exits = contextlib.ExitStack()
         self.security = Security()
-        loop = IOLoop.current() if loop is None and asynchronous else loop
         name = making.request.name if making else None
-        super().__init__(asynchronous=asynchronous, loop=loop, quiet=True, name=name)
-        if not self.called_from_running_loop:
-            upstream.loop_runner(self).start()
-            try:
-                self.sync(self._start)
-            except BaseException:
-                self.close()
-                raise
+        super().__init__(asynchronous=asynchronous, loop=loop, name=name)
+        self._begin()
 
     # Start and end
 
@@ -117,7 +100,8 @@ class AttachedCluster(Cluster):
         self.name = record.name
         self.security = await asyncio.to_thread(security_of, self._folder, record)
         access: Any = self.security.get_connection_args("client")
-        self.scheduler_comm = rpc(record.address, connection_args=access)
+        # Dask tries for half a minute to connect to a scheduler that is gone
+        self.scheduler_comm = rpc(record.address, timeout=CONNECT_S, connection_args=access)
         await self._ask("status")
         if record.gpus:
             self._exits.enter_context(suiting_devices())
@@ -131,10 +115,6 @@ class AttachedCluster(Cluster):
                 f"clients, attached notebooks and Dask tasks"
             )
 
-    _ready: Any = JobCluster._ready
-    __await__: Any = JobCluster.__await__
-    __aenter__: Any = JobCluster.__aenter__
-
     async def _close(self) -> None:
         if self._follower is not None:
             self._follower.cancel()
@@ -144,12 +124,7 @@ class AttachedCluster(Cluster):
 
     def close(self, timeout: float | None = None) -> Awaitable[None] | None:
         """Detach: the cluster and its jobs go on. To end them: `shutdown`."""
-        try:
-            result: Awaitable[None] | None = super().close(timeout)
-        finally:
-            if not self.asynchronous and self.status == State.closed:
-                upstream.loop_runner(self).stop()
-        return result
+        return super().close(timeout)
 
     def shutdown(self) -> Any:
         """End the cluster, its scheduler and all its jobs, for everybody.
@@ -174,25 +149,6 @@ class AttachedCluster(Cluster):
 
     # Requests
 
-    def _request(self, name: str, *args: Any, **keywords: Any) -> Any:
-        """Send a request, and wait for the answer outside of event loops.
-
-        In an event loop the request is sent also if nobody awaits the future that this returns; a
-        line tells of its failure.
-        """
-        if not self.asynchronous:
-            return self.sync(self._ask, name, *args, **keywords)
-
-        def tell(task: asyncio.Future[Any]) -> None:
-            _requests.discard(task)
-            if not task.cancelled() and (error := task.exception()):
-                complain(f"{name}: {error}")
-
-        task = asyncio.ensure_future(self._ask(name, *args, **keywords))
-        _requests.add(task)
-        task.add_done_callback(tell)
-        return task
-
     async def _ask(self, name: str, *args: Any, **keywords: Any) -> None:
         """Send a request, and keep the status that answers it. Prints the cluster's messages."""
         if self._failure is not None:
@@ -201,9 +157,7 @@ class AttachedCluster(Cluster):
             raise UsageError(f'this object is detached: hpcdask.attach("{self.name}") again')
         try:
             async with asyncio.timeout(None if name == "scale" else ANSWER_S):
-                seen = await self._unless_ended(
-                    ask(self.scheduler_comm, name, self._seen.told, *args, **keywords)
-                )
+                seen = await ask(self.scheduler_comm, name, self._seen.told, *args, **keywords)
                 # distributed's own way to follow the workers is for one object only
                 info = await self.scheduler_comm.identity(n_workers=-1)
         except OSError as error:  # TimeoutError is one
@@ -212,23 +166,6 @@ class AttachedCluster(Cluster):
         for line in seen.lines[len(seen.lines) - min(news, len(seen.lines)) :]:
             say(line)
         self._seen, self.scheduler_info = seen, SchedulerInfo(info)
-
-    async def _unless_ended(self, asking: Coroutine[Any, Any, Status]) -> Status:
-        """Wait for an answer. Raises OSError soon if the cluster has ended.
-
-        Dask tries for half a minute to connect to a scheduler that is gone.
-        """
-        assert self._folder is not None
-        asked = asyncio.ensure_future(asking)
-        try:
-            while not (await asyncio.wait([asked], timeout=1.0))[0]:
-                with contextlib.suppress(HpcdaskError):
-                    record = await asyncio.to_thread(ControlRecord.read, self._folder)
-                    if record is None or record.state == ENDED:
-                        raise ConnectionError("it has ended")
-            return await asked
-        finally:
-            asked.cancel()
 
     async def _follow(self) -> None:
         """Ask for the status again and again, and print the cluster's messages."""
@@ -270,9 +207,9 @@ class AttachedCluster(Cluster):
                 say(f"error: {self._failure}")
         return self._failure
 
-    @functools.wraps(JobCluster.scale)
-    def scale(self, *args: Any, **keywords: Any) -> Any:  # type: ignore[override]
-        return self._request("scale", *args, **keywords)
+    def scale(self, *args: Any, **keywords: Any) -> Any:
+        """Ask for a number of workers; see `JobCluster.scale`."""
+        return self._request("scale", self._ask, "scale", *args, **keywords)
 
     def adapt(self, **bounds: Any) -> Any:  # type: ignore[override]
         """Make the number of workers follow the work; see `JobCluster.adapt`."""
@@ -280,30 +217,18 @@ class AttachedCluster(Cluster):
 
     def stop_adapting(self) -> Any:
         """End adaptive scaling, which any attached notebook may have started."""
-        return self._request("adapt", None)
+        return self._request("adapt", self._ask, "adapt", None)
 
-    async def _wait_for_workers(self, n_workers: int = 0, timeout: Any = None) -> None:
-        async def why_not() -> HpcdaskError | None:
-            if self._failure is None and self._seen.failure is not None:  # others may do
-                await self._ask("status", n_workers=n_workers)
-                return self._seen.too_few
-            return self._failure
-
-        await wait_unless(super()._wait_for_workers(n_workers, timeout), why_not, self.jobs)
-
-    def get_client(self) -> Any:
-        """Return a client of the cluster."""
-        with dask.config.set(prompt_clients()):
-            return super().get_client()
+    async def _why_not(self, n_workers: int) -> HpcdaskError | None:
+        if self._failure is None and self._seen.failure is not None:  # others may do
+            await self._ask("status", n_workers=n_workers)
+            return to_error(self._seen.too_few)  # type: ignore[no-any-return]
+        return self._failure
 
     # What it shows
 
-    #: These read the cluster's folder.
-    job_logs: Any = JobCluster.job_logs
-    logs: Any = JobCluster.logs
-
-    @functools.wraps(JobCluster.job_script)
     def job_script(self, group: str | None = None) -> str:
+        """Return the exact script of every job, or of a group's. Default: the first one's."""
         groups = self._seen.groups
         name = groups[0] if group is None else group
         if name not in groups:
@@ -312,17 +237,14 @@ class AttachedCluster(Cluster):
         return self._folder.script(name).read_text()
 
     def jobs(self) -> JobTable:
-        """Return the state of all jobs, including those that are over."""
-        return self._seen.table()
+        return JobTable(self._seen.jobs, self._seen.problem)
 
     def gpus(self) -> GpuTable:
-        """Return what the GPUs of all workers do now; empty while none was sampled."""
-        return self._seen.gpu_table()
+        return GpuTable(self._seen.gpus)
 
     @property
     def failure(self) -> HpcdaskError | None:
-        """Return why the cluster has ended or submits no more jobs; None while all is well."""
-        return self._failure or self._seen.failure
+        return self._failure or to_error(self._seen.failure)
 
     @property
     def adapts(self) -> bool:
@@ -342,13 +264,9 @@ class AttachedCluster(Cluster):
         """Return the address of the dashboard, seen from the scheduler's machine."""
         return self._seen.dashboard
 
-    def __repr__(self) -> str:
-        status = text(self.jobs(), self.failure, self._seen.dashboard, self._seen.tunnel)
-        return f"{', '.join([super().__repr__().removesuffix(')'), *status])})"
-
-    def _repr_html_(self, cluster_status: str | None = None) -> str:
-        status = html(self.jobs(), self.gpus(), self.failure, self._seen.tunnel)
-        return str(super()._repr_html_(f"{cluster_status or ''}{status}"))
+    @property
+    def tunnel(self) -> str:
+        return self._seen.tunnel
 
 
 def make(cls: type[JobCluster], keywords: dict[str, Any]) -> AttachedCluster:
@@ -368,6 +286,8 @@ def attach(
     timeout: float = START_TIMEOUT_S,
     asynchronous: bool = False,
     loop: Any = None,
+    system: str | None = None,
+    **keywords: Any,
 ) -> AttachedCluster:
     """Attach to a detached cluster, which this or another notebook of yours has made.
 
@@ -383,6 +303,10 @@ def attach(
         Use it with ``async with``.
     loop
         Event loop. Default: a new one in a thread.
+    system
+        Queueing system, such as ``"slurm"``, for a cluster that is made if it does not run.
+    **keywords
+        Those of the system's cluster class, for a cluster that is made.
 
     Returns
     -------
@@ -395,8 +319,17 @@ def attach(
         You have no detached cluster of this name, or it has ended, or its scheduler still waits in
         the queue; it does not answer.
     """
-    found = detached.find(name, folder)
-    if found.ended is not None:
+    if system not in (None, *systems()):
+        raise UsageError(f"system={system!r} is not one of {', '.join(systems())}")
+    options: dict[str, Any] = {"asynchronous": asynchronous, "loop": loop}
+    try:
+        found = detached.find(name, folder)
+        if found.ended is None:
+            return AttachedCluster(found, timeout=timeout, **options)
         record = ControlRecord.read(found)
         raise ended(found, record.why if record else "")
-    return AttachedCluster(found, timeout=timeout, asynchronous=asynchronous, loop=loop)
+    except (UsageError, ClusterError):
+        if system is None:
+            raise
+    made: Any = class_of(system)(name=name, detached=True, **options, **keywords)
+    return made  # type: ignore[no-any-return]

@@ -22,7 +22,8 @@ from typing import Any
 import dask.config
 
 from hpcdask.clusters import classes, retire
-from hpcdask.clusters.messages import FROM_LOGIN_NODE, SHUT_DOWN
+from hpcdask.clusters.controller import SHUT_DOWN
+from hpcdask.clusters.display import FROM_LOGIN_NODE
 from hpcdask.errors import ClusterError, HpcdaskError, UsageError
 from hpcdask.jobs import detached
 from hpcdask.jobs.detached import ENDED, ENDING, RUNNING, SUBMITTED, VERSION, ControlRecord
@@ -31,8 +32,8 @@ from hpcdask.logs import complain, say, set_log_level
 from hpcdask.queues.registry import queue_class
 from hpcdask.upstream import distributed as upstream
 
+from .process import BEGAN, ControlRequest
 from .protocol import OPERATION, Status, from_error
-from .request import BEGAN, ControlRequest
 
 #: Seconds before the walltime at which the cluster ends, and at which all are warned; at most a
 #: tenth and a fourth of it.
@@ -60,9 +61,7 @@ class Control:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._adaptive: Any = None
         self._used = time.monotonic()
-        self._limit_s = request.walltime_s
-        began = float(os.environ.pop(BEGAN, time.time()))
-        self._ends = None if self._limit_s is None else began + self._limit_s
+        self._began = float(os.environ.pop(BEGAN, time.time()))
         self._warned = False
 
     async def run(self) -> None:
@@ -73,9 +72,9 @@ class Control:
         assert self.cluster.scheduler is not None
         self.scheduler = self.cluster.scheduler
         self.scheduler.handlers[OPERATION] = self.answer
-        record = ControlRecord.read(self.folder)
-        if record is not None and record.state == ENDING:  # asked for while this started
-            self.end(record.why)
+        before = ControlRecord.read(self.folder)
+        if before is not None and before.state == ENDING:  # noted while this started
+            self.end(before.why)
         record = ControlRecord(
             self.request.name,
             RUNNING,
@@ -88,7 +87,7 @@ class Control:
         say(f"the scheduler of {self.folder.name} is at {record.address}")
         while not self.ended.done():
             await asyncio.wait([self.ended], timeout=LOOK_S)
-            self._look()
+            await self._look()
         why = self.ended.result()
         say(f"the cluster ends: {why}")
         try:
@@ -96,7 +95,7 @@ class Control:
         except OSError as error:  # a full disk does not keep it from its end
             complain(f"that the cluster ends cannot be noted: {error}")
         ended = ClusterError(f"the cluster {self.request.name} has ended: {why}")
-        if retire.fail_unfinished(self.scheduler, ended):
+        if retire.fail_waiting(self.scheduler, ended, states=(*retire.WAITING, "processing")):
             await asyncio.sleep(TELL_S)
         await self.cluster.begin_to_end()
         detached.mark_ended(self.folder, why)
@@ -110,24 +109,33 @@ class Control:
         more = ": its job was cancelled, or reached its walltime" if self.in_job else ""
         self.end(f"{signal.Signals(number).name}{more}")
 
-    def _look(self) -> None:
-        """End the cluster if it is time."""
+    async def _look(self) -> None:
+        """End the cluster if it is time, or somebody has noted that it is to end."""
         limit_s = self.request.idle_timeout_s
+        with contextlib.suppress(UsageError):
+            record = await asyncio.to_thread(ControlRecord.read, self.folder)
+            if record is not None and record.state == ENDING:
+                self.end(record.why)
         if str(self.cluster.failure) == SHUT_DOWN:
             self.end("its scheduler was shut down, such as by Client.shutdown")
         elif limit_s is not None and self._idle_s() > limit_s:
             self.end(f"nobody used it for {limit_s:g} s (idle_timeout)")
-        elif self._ends is not None and self._limit_s is not None:
-            left = self._ends - time.time()
-            if left < min(END_BEFORE_S, self._limit_s / 10):
+        elif (walltime_s := self.request.walltime_s) is not None:
+            ends = self._began + walltime_s
+            left = ends - time.time()
+            if left < min(END_BEFORE_S, walltime_s / 10):
                 self.end("the walltime of its scheduler's job is reached")
-            elif left < min(WARN_BEFORE_S, self._limit_s / 4) and not self._warned:
+            elif left < min(WARN_BEFORE_S, walltime_s / 4) and not self._warned:
                 self._warned = True
-                at = time.strftime("%H:%M:%S", time.localtime(self._ends))
-                self._warn(
-                    f"the cluster {self.request.name} ends at {at}, by the walltime of its "
-                    f"scheduler's job: what is persisted in it will be lost"
+                at = time.strftime("%H:%M:%S", time.localtime(ends))
+                text = (
+                    f"warning: the cluster {self.request.name} ends at {at}, by the walltime of "
+                    f"its scheduler's job: what is persisted in it will be lost"
                 )
+                say(text)
+                upstream.log(self.cluster, text)  # for attached notebooks
+                message = {"args": (f"hpcdask: {text}",), "file": 2, "flush": True}
+                self.scheduler.log_event("print", message)  # for clients
 
     def _idle_s(self) -> float:
         """Return the seconds since the last client, attached notebook, or Dask task to compute."""
@@ -136,13 +144,6 @@ class Control:
         if clients or busy or self.scheduler.queued or self.scheduler.unrunnable:
             self._used = time.monotonic()
         return time.monotonic() - self._used
-
-    def _warn(self, text: str) -> None:
-        """Warn all attached notebooks, and programs that are clients only."""
-        say(f"warning: {text}")
-        upstream.log(self.cluster, f"warning: {text}")
-        message = {"args": (f"hpcdask: warning: {text}",), "file": 2, "flush": True}
-        self.scheduler.log_event("print", message)
 
     # Requests
 
@@ -161,8 +162,8 @@ class Control:
                 list(jobs),
                 list(self.cluster.groups),
                 list(self.cluster.gpus()),
-                self.cluster.failure,
-                too_few,
+                from_error(self.cluster.failure),
+                from_error(too_few),
                 lines[told:],
                 len(lines),
                 sorted(self.cluster.plan),
@@ -171,7 +172,7 @@ class Control:
                 jobs.problem,
                 self._adaptive is not None,
             )
-            return {"status": json.dumps(status.to_json())}
+            return {"status": json.dumps(status.to_json(), default=sorted)}
         except Exception as error:  # the notebook raises it
             return {"error": from_error(error)}
 
@@ -182,7 +183,7 @@ class Control:
 
     async def on_scale(self, *args: Any, **keywords: Any) -> None:
         """Set the number of workers; see `JobCluster.scale`."""
-        await self.cluster.scaled(*args, **keywords)
+        await self.cluster.scale(*args, **keywords)
 
     async def on_adapt(self, bounds: dict[str, Any] | None) -> None:
         """Start adaptive scaling, or end it where there are no bounds; the workers stay."""
@@ -191,10 +192,6 @@ class Control:
         elif self._adaptive is not None:
             self._adaptive.stop()
             self._adaptive = None
-
-    async def on_down(self, why: str) -> None:
-        """Begin to end the cluster."""
-        self.end(why)
 
 
 async def clean_up(folder: ClusterFolder, code: int) -> int:
@@ -253,7 +250,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # this module would be another one for those who import it by its name
-    from hpcdask.clusters.detached import control
-
-    sys.exit(control.main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Requests that a detached cluster serves over its scheduler's connections, and their answer.
 
-There are four: status, scale, adapt and down. Each request and the answer, a `Status`, is JSON,
-with the version of `hpcdask.jobs.detached`.
+There are three: status, scale and adapt. Each request and the answer, a `Status`, is JSON, with the
+version of `hpcdask.jobs.detached`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ from typing import Any
 from distributed.core import rpc
 
 from hpcdask import errors
-from hpcdask.clusters.display import JobTable
 from hpcdask.clusters.job import Job
-from hpcdask.errors import ClusterError, HpcdaskError, UsageError
+from hpcdask.errors import ClusterError, UsageError
 from hpcdask.gpu.monitor import GpuState
-from hpcdask.gpu.table import GpuTable
 from hpcdask.jobs.detached import VERSION
-from hpcdask.jobs.state import JobState
+from hpcdask.spec.records import Record
 
 #: Name of the handler of requests.
 OPERATION = "hpcdask_control"
-#: Seconds that a detached cluster has to answer a request that takes no time.
-ANSWER_S = 30.0
 
 
 def plain(value: Any, what: str) -> Any:
@@ -69,8 +65,8 @@ def to_error(known: Mapping[str, str] | None) -> Any:
 
 
 @dataclass
-class Status:
-    """State of a detached cluster, for an attached notebook.
+class Status(Record):
+    """State of a detached cluster, for an attached notebook; errors are as `from_error` has them.
 
     `too_few` is the reason why there will not be as many workers as the request named. `lines` are
     the messages since the last answer, of `told` in all. `requested` are the names of the wanted
@@ -81,8 +77,8 @@ class Status:
     jobs: list[Job] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
     gpus: list[GpuState] = field(default_factory=list)
-    failure: HpcdaskError | None = None
-    too_few: HpcdaskError | None = None
+    failure: dict[str, str] | None = None
+    too_few: dict[str, str] | None = None
     lines: list[str] = field(default_factory=list)
     told: int = 0
     requested: list[str] = field(default_factory=list)
@@ -90,35 +86,6 @@ class Status:
     tunnel: str = ""
     problem: str = ""
     adapts: bool = False
-
-    def table(self) -> JobTable:
-        """Return the jobs as a table."""
-        return JobTable(self.jobs, self.problem)
-
-    def gpu_table(self) -> GpuTable:
-        """Return the GPUs of all workers as a table."""
-        return GpuTable(self.gpus)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields for `from_json`."""
-        return {
-            **vars(self),
-            "jobs": [{**vars(job), "workers": sorted(job.workers)} for job in self.jobs],
-            "gpus": [gpu.to_json() for gpu in self.gpus],
-            "failure": from_error(self.failure),
-            "too_few": from_error(self.too_few),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Status:
-        """Read the fields that `to_json` returned."""
-        jobs = [
-            Job(**{**row, "state": JobState(row["state"]), "workers": frozenset(row["workers"])})
-            for row in data["jobs"]
-        ]
-        known = {name: to_error(data[name]) for name in ("failure", "too_few")}
-        gpus = [GpuState.from_json(row) for row in data["gpus"]]
-        return cls(**{**data, **known, "jobs": jobs, "gpus": gpus})
 
 
 async def ask(scheduler: rpc, name: str, told: int, *args: Any, **keywords: Any) -> Status:

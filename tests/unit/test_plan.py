@@ -1,4 +1,4 @@
-"""The decisions of `hpcdask.clusters.reconcile`: single cases, and a simulated, faulty queue."""
+"""The decisions of `hpcdask.clusters.plan`: single cases, and a simulated, faulty queue."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdask.clusters.job import Job, Policy, expires, margin_s, retire_at, worker_names
-from hpcdask.clusters.messages import jobs_failed
-from hpcdask.clusters.observe import is_overdue, observe
-from hpcdask.clusters.reconcile import Actions, Failure, History, plan, record
+from hpcdask.clusters.display import jobs_failed
+from hpcdask.clusters.job import (
+    Job,
+    Policy,
+    expires,
+    is_overdue,
+    margin_s,
+    observe,
+    retire_at,
+    worker_names,
+)
+from hpcdask.clusters.plan import Actions, Failure, History, plan, record
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import JobState
 from hpcdask.queues.job_state import OVER, WAITING, QueueState, QueueStatus
@@ -59,6 +67,7 @@ def look(
     """Observe with a query."""
     if isinstance(seen, QueueState):
         seen = QueueStatus(job.id, seen, restarts=job.restarts)
+    more.setdefault("policy", POLICY)
     return observe(job, seen, asked=True, workers=workers, held=0, now=now, **more)
 
 

@@ -25,12 +25,11 @@ DEATHS_WINDOW_S = 3600.0
 
 @dataclass(frozen=True)
 class History:
-    """Record of jobs that went wrong; `failed` and `died` are the last of each kind."""
+    """Record of jobs that went wrong, of which `last` is the last."""
 
     failed_starts: int = 0  # in a row; an arrival makes it 0
-    failed: Job | None = None
     deaths: tuple[float, ...] = ()  # when jobs ended, or were given up, against our will
-    died: Job | None = None
+    last: Job | None = None
 
 
 @dataclass(frozen=True)
@@ -69,28 +68,26 @@ def record(history: History, before: Job, after: Job, now: float) -> History:
     preemption brought about are deaths.
     """
     if after.arrived and not (before.arrived and before.restarts == after.restarts):
-        history = replace(history, failed_starts=0, failed=None)
+        history = replace(history, failed_starts=0)
     given_up = after.overdue and not before.overdue and not after.leaving
     ended = after.state in OVER and before.state not in OVER
-    if not given_up and (not ended or after.cancelled or after.overdue):
+    if not given_up and (not ended or _in_order(after, now)):
         return history
-    if after.leaving and not after.expiring:
-        return history
-    if after.arrived and (after.state is JobState.TIMEOUT or after.expiring) and not given_up:
-        return history
-    if not given_up and (after.state is JobState.PREEMPTED or _served(after, now)):
-        return history
-    if not after.arrived and after.state is not JobState.CANCELLED:
-        history = replace(history, failed_starts=history.failed_starts + 1, failed=after)
-    return replace(history, deaths=(*_recent(history, now), now), died=after)
+    failed = history.failed_starts
+    failed += not after.arrived and after.state is not JobState.CANCELLED
+    return History(failed, (*_recent(history, now), now), after)
 
 
-def _served(job: Job, now: float) -> bool:
-    """Return whether a job ended in good order, as with `--lifetime`, and not at once."""
-    if job.state is not JobState.COMPLETED or job.exit_code != 0 or job.arrived_at is None:
-        return False
-    left = now if job.incomplete_since is None else job.incomplete_since
-    return left - job.arrived_at >= SERVED_S
+def _in_order(job: Job, now: float) -> bool:
+    """Return whether a job has ended by the cluster, its walltime, a preemption or a lifetime."""
+    if job.cancelled or job.overdue or (job.leaving and not job.expiring):
+        return True
+    if job.state is JobState.PREEMPTED or job.arrived_at is None:
+        return job.state is JobState.PREEMPTED
+    if job.state is JobState.COMPLETED and job.exit_code == 0:
+        left = now if job.incomplete_since is None else job.incomplete_since
+        return job.expiring or left - job.arrived_at >= SERVED_S
+    return job.expiring or job.state is JobState.TIMEOUT
 
 
 def _recent(history: History, now: float) -> tuple[float, ...]:
@@ -98,13 +95,11 @@ def _recent(history: History, now: float) -> tuple[float, ...]:
 
 
 def _failure(history: History, wanted: int, now: float, policy: Policy) -> Failure | None:
-    if history.failed and history.failed_starts >= policy.failures_max:
-        return Failure("start", history.failed, history.failed_starts)
     most = max(10, 3 * wanted) if policy.deaths_max is None else policy.deaths_max
     deaths = len(_recent(history, now))
-    if history.died and deaths >= most:
-        return Failure("budget", history.died, deaths)
-    return None
+    if history.last and history.failed_starts >= policy.failures_max:
+        return Failure("start", history.last, history.failed_starts)
+    return Failure("budget", history.last, deaths) if history.last and deaths >= most else None
 
 
 # What to do
@@ -128,15 +123,15 @@ def plan(
     # what the queue forgot might come back when nobody counts on it any more
     forgotten = [job for job in present if job.state in OVER and job.missed >= policy.missed_max]
     hopeless = forgotten + [job for job in present if job.overdue and job.state not in OVER]
-    staying = [job for job in present if not (job.state in OVER or job.overdue or job.leaving)]
-    expiring = [job for job in staying if job.expiring]
-    counting = [job for job in staying if not job.expiring]
+    counting = [job for job in present if job.counts and not job.overdue]
     running = sum(job.state is JobState.RUNNING for job in counting)
 
     missing = wanted - len(counting)
     failure = _failure(history, wanted, now, policy) if missing > 0 else None
-    fewer = _fewer(-missing, counting, closable)
-    ending = fewer + _hand_over(expiring, wanted - running, now, policy)
+    staying = [job for job in present if not (job.state in OVER or job.overdue or job.leaving)]
+    expiring = [job for job in staying if job.expiring]
+    ending = _fewer(-missing, counting, closable)
+    ending += _hand_over(expiring, wanted - running, now, policy)
     return Actions(
         submit=0 if failure else max(0, missing),
         cancel=tuple(job.id for job in hopeless + [job for job in ending if not job.workers]),
@@ -151,22 +146,19 @@ def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> li
     The last to be submitted goes first. Lost and unknown jobs are left until it is clear what they
     are.
     """
-    if surplus <= 0:
-        return []
-    idle = [job for job in counting if not job.workers]
+    idle = [job for job in reversed(counting) if not job.workers]
     waiting = [job for job in idle if job.state in WAITING]
     starting = [job for job in idle if job.state is JobState.STARTING]
     by_id = {job.id: job for job in counting if job.workers}
-    running = [by_id[name] for name in dict.fromkeys(closable) if name in by_id]
-    return [*reversed(waiting), *reversed(starting), *running][:surplus]
+    running = [by_id[name] for name in closable if name in by_id]
+    return [*waiting, *starting, *running][: max(0, surplus)]
 
 
 def _hand_over(expiring: Sequence[Job], needed: int, now: float, policy: Policy) -> list[Job]:
     """Return the jobs to end before their walltime: those that are due, and replaced ones."""
     times = {job.id: retire_at(job, policy) or math.inf for job in expiring}
     due = [job for job in expiring if times[job.id] <= now and job.workers]
-    others = [job for job in expiring if times[job.id] > now or not job.workers]
-    most = len(others) - max(0, needed)
+    others = [job for job in expiring if job not in due]
     able = [job for job in others if job.workers or job.state is JobState.STARTING]
     able.sort(key=lambda job: (times[job.id], job.id))
-    return due + able[: max(0, most)]
+    return due + able[: max(0, len(others) - max(0, needed))]

@@ -1,0 +1,218 @@
+"""Base of a cluster of jobs in this process and of one that is attached to another process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import textwrap
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Generator, Iterable
+from html import escape
+from typing import Any, Self, cast
+
+import dask.config
+from distributed.core import Status
+from distributed.deploy.cluster import Cluster
+from tornado.ioloop import IOLoop
+
+from hpcdask.client.defaults import prompt_clients
+from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.gpu.table import GpuTable
+from hpcdask.jobs.folder import ClusterFolder
+from hpcdask.jobs.logs import ClusterLogs
+from hpcdask.logs import complain
+from hpcdask.upstream import distributed as upstream
+
+from .display import JobTable
+
+#: Requests under way: the event loop itself holds tasks weakly.
+_requests: set[asyncio.Future[Any]] = set()
+
+
+class BaseCluster(Cluster):
+    """Cluster of jobs, with what it shows; `_folder` is None before the start."""
+
+    _folder: ClusterFolder | None = None
+
+    def __init__(self, *, asynchronous: bool, loop: Any, name: str | None) -> None:
+        dask.config.set(prompt_clients())
+        self._exits = contextlib.ExitStack()
+        loop = IOLoop.current() if loop is None and asynchronous else loop
+        super().__init__(asynchronous=asynchronous, loop=loop, quiet=True, name=name)
+
+    def _begin(self) -> None:
+        """Start the cluster, unless the user's event loop does."""
+        if self.called_from_running_loop:
+            return
+        upstream.loop_runner(self).start()
+        try:
+            self.sync(self._start)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, HpcdaskError):
+                raise error.with_traceback(None) from None  # the event loop's tells nothing
+            raise
+
+    def close(self, timeout: float | None = None) -> Awaitable[None] | None:
+        """Close this object, and stop the event loop that it started."""
+        try:
+            result: Awaitable[None] | None = super().close(timeout)
+        finally:
+            if not self.asynchronous and self.status == Status.closed:
+                upstream.loop_runner(self).stop()
+        return result
+
+    async def _ready(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    def __enter__(self) -> Self:
+        return cast(Self, super().__enter__())
+
+    async def __aenter__(self) -> Self:
+        return await self._ready()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._ready().__await__()
+
+    def _request(self, name: str, work: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        """Do the work of a method, and wait for its end outside of event loops.
+
+        In an event loop the work begins also if nobody awaits the future that this returns; a line
+        tells of its failure.
+        """
+        if not self.asynchronous:
+            try:
+                return self.sync(work, *args, **keywords)
+            except HpcdaskError as error:
+                raise error.with_traceback(None) from None  # the event loop's tells nothing
+
+        def tell(task: asyncio.Future[Any]) -> None:
+            _requests.discard(task)
+            if not task.cancelled() and (error := task.exception()):
+                complain(f"{name}: {error}")
+
+        task = asyncio.ensure_future(work(*args, **keywords))
+        _requests.add(task)
+        task.add_done_callback(tell)
+        return task
+
+    async def _wait_for_workers(self, n_workers: int = 0, timeout: Any = None) -> None:
+        """Wait for workers, or raise why they will not come; a wait that is too long tells of jobs.
+
+        Its name is that of distributed's method, which `Cluster.wait_for_workers` calls.
+        """
+        waiting = asyncio.ensure_future(super()._wait_for_workers(n_workers, timeout))
+        try:
+            while not waiting.done():
+                if (failure := await self._why_not(n_workers)) is not None:
+                    raise failure
+                await asyncio.wait([waiting], timeout=0.1)
+            await waiting
+        except TimeoutError as error:
+            error.add_note(f"Jobs: {self.jobs().counts() or 'none'}")
+            raise
+        finally:
+            waiting.cancel()
+
+    @abstractmethod
+    async def _why_not(self, n_workers: int) -> HpcdaskError | None:
+        """Return why there will not be so many workers; None if they may come."""
+
+    # What it shows
+
+    @abstractmethod
+    def jobs(self) -> JobTable:
+        """Return the state of all jobs, including those that are over."""
+
+    @abstractmethod
+    def gpus(self) -> GpuTable:
+        """Return what the GPUs of all workers do now; empty while none was sampled."""
+
+    @property
+    @abstractmethod
+    def failure(self) -> HpcdaskError | None:
+        """Return why the cluster has ended or submits no more jobs; None while all is well."""
+
+    @property
+    @abstractmethod
+    def tunnel(self) -> str:
+        """Return the command that brings the dashboard to the user's machine, if one is needed."""
+
+    def _transport(self) -> str:
+        """Return how workers exchange data, where that is known."""
+        return ""
+
+    def job_logs(
+        self, *ids: str | int | Iterable[str | int], lines: int | None = None
+    ) -> dict[str, str]:
+        """Return the logs of jobs, by id, including those of jobs that are over.
+
+        Parameters
+        ----------
+        *ids
+            Ids of jobs, or lists of ids. Default: all jobs.
+        lines
+            How many of the last lines of each log. Default: all.
+        """
+        if self._folder is None:
+            return {}
+        known = [str(job.id) for job in self.jobs()]
+        lists = [[some] if isinstance(some, str | int) else some for some in ids]
+        wanted = [str(one) for some in lists for one in some] if ids else known
+        if unknown := set(wanted) - set(known):
+            names = ", ".join(sorted(unknown))
+            raise UsageError(f"job_logs: no job {names}. There are: {', '.join(known)}")
+        found = self._folder.tails(wanted, lines)
+        return {job_id: "\n".join(text) for job_id, text in found.items()}
+
+    def logs(self, lines: int | None = None) -> str:
+        """Return the logs of all jobs as one: time, node, worker, level and text of each line.
+
+        Parameters
+        ----------
+        lines
+            How many of the last lines. Default: all.
+        """
+        found = ClusterLogs(self._folder).read() if self._folder else []
+        return "\n".join(map(str, found[max(0, len(found) - lines) if lines is not None else 0 :]))
+
+    def __repr__(self) -> str:
+        failed = textwrap.shorten(str(self.failure or ""), 100, placeholder=" …")
+        link = self.dashboard_link if self.status == Status.running else ""
+        parts = [
+            super().__repr__().removesuffix(")"),
+            self.jobs().counts(),
+            self.jobs().problem,
+            link and f"dashboard {link}{self.tunnel and f' ({self.tunnel})'}",
+            failed and f"failed: {failed}",
+        ]
+        return f"{', '.join(filter(None, parts))})"
+
+    def _repr_html_(self, cluster_status: str | None = None) -> str:
+        jobs, gpus, failure, parts = self.jobs(), self.gpus(), self.failure, []
+        if failure is not None:
+            # It may end with lines of a log
+            text = f"<strong>Failed:</strong> {escape(str(failure))}"
+            parts.append(f"<div style='color: #b00020; white-space: pre-wrap'>{text}</div>")
+        if jobs.problem:
+            parts.append(f"<strong>{escape(jobs.problem)}</strong>")
+        if self.tunnel:
+            text = "The dashboard listens on this machine only. For a browser on yours:"
+            parts.append(f"{text} <code>{escape(self.tunnel)}</code>")
+        if transport := self._transport():
+            parts.append(f"<strong>Transport:</strong> {escape(transport)}")
+        tables: Any = (("Jobs", jobs.counts() or "all over", jobs), ("GPUs", gpus.summary(), gpus))
+        for title, summary, table in tables:
+            if table:
+                head = f"<summary><strong>{title}:</strong> {escape(summary)}</summary>"
+                parts.append(f"<details>{head}{table._repr_html_()}</details>")
+        # Notebooks put what is in a table to the right
+        rows = "".join(
+            f"<tr><td colspan='2' style='text-align: left'>{part}</td></tr>" for part in parts
+        )
+        return str(super()._repr_html_(f"{cluster_status or ''}{rows}"))
