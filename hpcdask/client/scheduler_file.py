@@ -13,7 +13,6 @@ from hpcdask.security import private
 from hpcdask.security.credentials import (
     Credentials,
     client_only,
-    load_credentials,
     save_credentials,
 )
 
@@ -85,11 +84,6 @@ def check_writable(path: str) -> None:
         raise SchedulerFileError(
             f"--scheduler-file: {error.strerror}. Name a file in a folder of your own"
         ) from None
-    if os.path.lexists(keys := f"{path}.keys"):
-        try:
-            load_credentials(keys)
-        except SchedulerFileError as error:
-            raise SchedulerFileError(f"--scheduler-file: {error}. Name another file") from None
     if not os.path.lexists(path):
         return
     content = read(path)

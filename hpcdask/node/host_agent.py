@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -117,7 +116,6 @@ class HostAgent:
         if self.spec.device != "cpu" and (has_nvidia_driver() or find_spec("pynvml")):
             self._probe = GpuProbe()
         self.scratch = scratch_folder(self.spec.local_directory, self.clean, self.owner)
-        check_preloads(self.spec)
 
     def look(self) -> tuple[Inventory, Fabric]:
         """Return what this node has for its workers, and what joins its devices."""
@@ -177,23 +175,6 @@ class HostAgent:
                     *(nanny.close(timeout=seconds, reason=RUN_IS_OVER) for nanny in self.nannies),
                     return_exceptions=True,
                 )
-
-
-def check_preloads(spec: WorkerSpec) -> None:
-    """Find what workers and nannies are to load, before any of them starts; imports no package."""
-    for option, names in (("--preload", spec.preload), ("--preload-nanny", spec.preload_nanny)):
-        for name in names:
-            top = name.partition(".")[0]
-            if " " in name or "://" in name or (name.endswith(".py") and os.path.exists(name)):
-                break  # a program, which may make importable what comes after it
-            what = f"the file {name} is not there (looked in {os.getcwd()})"
-            if not name.endswith(".py"):
-                if top and (top in sys.modules or find_spec(top)):
-                    continue
-                what = f"there is no module {top or name} (a file's name ends in .py)"
-            raise UsageError(
-                f"{option} {name}: {what}, on {socket.gethostname()}. Name what all nodes have"
-            )
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,6 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 REFUSED = [
     ("mpich", "cpu", ["nowhere.py"], {}, ["script nowhere.py does not exist", "shared file sys"]),
     ("alone", "cpu", ["-m", "no_such.module"], {}, ["no module no_such in", "install"]),
-    ("openmpi", "cpu", ["--preload", "no.part"], {}, ["--preload no.part: there is no module no"]),
     ("openmpi", "cpu", ["--memory-limit", "lots"], {}, ["--memory-limit", "'lots'", "64GiB"]),
     ("mpich", "cpu", ["--memory-limit", "lots"], {}, ["--memory-limit", "'lots'", "64GiB"]),
     ("openmpi", "cpu", ["--workers-min", "9"], {}, ["--workers-min 9", "2 workers"]),
