@@ -89,7 +89,9 @@ class Supervisor:
 
     def _obey(self) -> None:
         """Do what the agent orders; end once it has ended."""
-        received = self._line.recv(65536)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):  # it has not read what it was told
+            received = self._line.recv(65536)
         if not received:
             self._end()
         *lines, self._partial = (self._partial + received).split(b"\n")
@@ -117,8 +119,11 @@ class Supervisor:
 
     def _fork(self) -> None:
         """Start a process for the agent: only who started the fork server may ask it."""
-        data, fds, _, _ = socket.recv_fds(self._forks, 1, MAX_FDS)
-        if not data:
+        try:
+            _, fds, _, _ = socket.recv_fds(self._forks, 1, MAX_FDS)
+        except ConnectionResetError:
+            fds = []
+        if not fds:  # the agent has ended
             self._selector.unregister(self._forks)
             return
         answer: tuple[int, ...] = ()
