@@ -69,10 +69,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
     *places, launch = numbers
     if None in places:
         return None
-    if numbers is ALONE:
-        launcher, job = "none", None
-    else:
-        job = job_id(environ, installed=False)
+    alone = numbers is ALONE
+    launcher, job = ("none", "") if alone else (launcher, job_id(environ, installed=False))
     pid = mpi_launcher() or os.getppid()  # all ranks of a node descend from it
     launch = launch or f"p{pid}.{process_start(pid)}"
     launch_id = "-".join(filter(None, (launcher, launch, job)))
