@@ -55,10 +55,12 @@ def prepare_graphs(
     send, held = stream.send, list[Any]()
 
     async def release() -> None:
-        await prepare()
-        with contextlib.suppress(OSError):  # the client has closed
-            send(*held)
-        held.clear()
+        try:
+            await prepare()
+        finally:
+            with contextlib.suppress(OSError):  # the client has closed
+                send(*held)
+            held.clear()
 
     def send_prepared(*messages: Any) -> None:
         if not held:
