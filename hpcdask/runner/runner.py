@@ -61,19 +61,13 @@ class Runner:
     Raises
     ------
     UsageError
-        An option is not understood.
+        The value of an option is not understood.
     SystemExit
         In rank 0 when the cluster did not come up (the reason was printed); in the other
         ranks when the cluster has ended.
     """
 
     def __init__(self, **options: Unpack[RunKeywords]) -> None:
-        unknown = sorted(set(options) - set(RunSpec.__dataclass_fields__))
-        if unknown:
-            raise UsageError(
-                f"unknown option {unknown[0]}: hpcdask.Runner takes the options of "
-                f"python -m hpcdask.run, with _ in place of -"
-            )
         self.spec = RunSpec.from_keywords(options)
         self.status = Status.created
         self.scheduler_address: str | None = None
