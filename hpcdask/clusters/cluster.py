@@ -1,8 +1,4 @@
-"""A Dask cluster whose workers are jobs of a queueing system.
-
-It inherits from `distributed.deploy.Cluster`, which brings adaptive scaling, the widget and the
-link to the dashboard, and leaves the jobs to a `Controller`.
-"""
+"""A Dask cluster whose workers are jobs of a queueing system, kept by a `Controller`."""
 
 from __future__ import annotations
 
@@ -139,7 +135,7 @@ class JobCluster(BaseCluster):
     # Start and end
 
     def take_folder(self, folder: ClusterFolder) -> None:
-        """Live in this folder, which was made for the cluster, and under its name."""
+        """Take a folder that was made for the cluster, and its name."""
         self._folder, self.id = folder, folder.name
 
     async def _start(self) -> None:

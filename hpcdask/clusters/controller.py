@@ -106,7 +106,7 @@ class Controller:
     # What the cluster asks
 
     def start(self) -> None:
-        """Begin to watch. Nothing is asked of the queue before there is a job."""
+        """Begin to watch. The queue is not asked before there is a job."""
         retire.ignore_removed(self.scheduler)
         self.scheduler.add_plugin(WorkerEvents(self))
         for work in (self._act(), self._query(), self._report()):
@@ -206,7 +206,7 @@ class Controller:
         return seen
 
     def observe(self, asked: Collection[str], seen: dict[str, QueueStatus]) -> None:
-        """Fold in the queue's answer and which workers there are."""
+        """Fold in the queue's answer and the connected workers."""
         for group in self.groups.values():
             group.observe(asked, seen)
         self._reporting.set()

@@ -1,7 +1,6 @@
 """Requests to the scheduler, in the same event loop, when workers come to their end.
 
-They stand on what distributed's `retire_workers` and timeouts use; the comments name what of that
-is not documented, and ``tests/jobs/test_retire.py`` notices when it moves.
+The comments name what distributed does not document; ``tests/jobs/test_retire.py`` has all of it.
 """
 
 from __future__ import annotations
@@ -142,10 +141,7 @@ def _release_waiting(scheduler: Scheduler, ws: WorkerState, stimulus_id: str) ->
 
 
 async def _drain(scheduler: Scheduler, addresses: Collection[str], deadline: float) -> set[str]:
-    """Copy elsewhere what only these workers hold; return those for which that is done.
-
-    They take no new Dask tasks from then on.
-    """
+    """Give workers no new Dask tasks, and copy what only they hold; return those that are done."""
     if not addresses:
         return set()
     retire_workers = type(scheduler).retire_workers
