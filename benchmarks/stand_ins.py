@@ -25,8 +25,9 @@ from distributed.core import send_recv
 from distributed.system_monitor import SystemMonitor
 from distributed.versions import get_versions
 
-from hpcdask.bootstrap.orders import MessageStream, read
+from hpcdask.bootstrap.orders import read
 from hpcdask.bootstrap.ranks import Rank
+from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.comm.peers import TOPIC
 from hpcdask.node.placement import Inventory
 from hpcdask.process import raise_descriptor_limit

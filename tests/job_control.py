@@ -21,7 +21,7 @@ def stand_in(*workers: str) -> Any:
         workers=states,
         address="tls://here:1",
         add_plugin=lambda plugin: None,
-        stream_handlers={},
+        stream_handlers={"request-refresh-who-has": lambda **request: None},
         tasks={},
     )
 

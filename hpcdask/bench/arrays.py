@@ -34,17 +34,13 @@ def run_array(
     repeats: int = 3,
     chunk_nbytes: int | None = None,
 ) -> Measurement:
-    """Measure one of `plain_array.NAMES` on `nbytes` of float64; only the sum has a tuned form.
-
-    `chunk_nbytes` bounds a chunk of that.
-    """
-    device, n_workers = cluster.device, len(cluster.workers)
+    """Measure one of `plain_array.NAMES` on `nbytes` of float64; only the sum has a tuned form."""
+    device = cluster.device
     nbytes = nbytes or suitable(cluster, f"array, {form}" if operation == "sum" else "operation")
     if operation not in STREAMED:
         # Each worker of a product has all of the array; and the result takes as much as an array
-        copies = 2 * (n_workers if operation == "matmul" else 1)
-        advice = f"; {', '.join(STREAMED)} take any size"
-        check_room(cluster, nbytes, advice, copies=copies)
+        copies = 2 * (len(cluster.workers) if operation == "matmul" else 1)
+        check_room(cluster, nbytes, f"; {', '.join(STREAMED)} take any size", copies=copies)
     n = array.side(nbytes)
     chunks = da.core.normalize_chunks(array.STOCK_CHUNKS[device], (n, n), dtype="float64")
     if form == "tuned":  # in chunks of an even number of rows
@@ -72,7 +68,7 @@ def run_array(
         variant="" if operation == "sum" else operation,
         dtype="float64",
         chunk_nbytes=chunk_nbytes,
-        work=array.work(operation, n, n_workers),
+        work=array.work(operation, n),
     )
 
 
@@ -86,14 +82,10 @@ def run_svd(
     repeats: int = 3,
     chunk_nbytes: int | None = None,
 ) -> Measurement:
-    """Measure singular values and right vectors of a planted uint8 matrix of rank `k`.
-
-    `packed`: values 0 to 3, four in a byte, in the tuned form.
-    """
+    """Measure singular values and right vectors of a planted uint8 matrix of rank `k`."""
     device, k = cluster.device, 10 if k is None else k
     shape = svd.shape_for(nbytes or suitable(cluster, f"svd, {form}"))
-    advice = ", and --packed has four values in a byte"
-    check_room(cluster, math.prod(shape) // (4 if packed else 1), advice)
+    check_room(cluster, math.prod(shape) // (4 if packed else 1), ", and --packed takes four times")
     if form == "tuned":
         cut = {"n_slots": cluster.n_slots, "per_slot": svd.CHUNKS_PER_SLOT[device]}
         cut["max_nbytes"] = chunk_nbytes or svd.MAX_CHUNK_NBYTES[device]
@@ -135,10 +127,7 @@ def run_svd(
 
 
 def run_svd_exact(cluster: Cluster, nbytes: int | None = None, *, repeats: int = 3) -> Measurement:
-    """Measure ``dask.array.linalg.svd`` of a random float64 matrix of 20 columns.
-
-    Its singular values are those of the Gram matrix, which workers compute with dask's product.
-    """
+    """Measure ``dask.array.linalg.svd`` of a random float64 matrix; its Gram matrix checks it."""
     nbytes = nbytes or suitable(cluster, "svd exact")
     n_rows = nbytes // (8 * EXACT_COLUMNS)
     if n_rows < EXACT_COLUMNS:
@@ -179,10 +168,7 @@ def _finish(
     packed_columns: int | None = None,
     tolerance: float = svd.TOLERANCE,
 ) -> Finished:
-    """Check the s and v that were timed, and the u, s and v of a whole decomposition.
-
-    Of u, which may be large, some rows are fetched.
-    """
+    """Check the s and v that were timed, and a whole decomposition by some rows of u."""
     u, s, v = whole
     starts = sorted({0, x.shape[0] // 2, max(0, x.shape[0] - SAMPLE)})
     parts = [part[start : start + SAMPLE] for part in (x, u) for start in starts]

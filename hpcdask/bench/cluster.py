@@ -27,7 +27,6 @@ from hpcdask.workloads import Device
 
 WORKER_TIMEOUT_S = 60.0
 WARM_TIMEOUT_S = 120.0
-WARM_POLL_S = 0.05
 #: Seconds without a worker that runs Dask tasks, and how often the scheduler is asked.
 IDLE_TIMEOUT_S, POLL_S = 120.0, 5.0
 
@@ -49,11 +48,10 @@ class Worker:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Workers of a cluster as a workload sees them, by host, then by name: no two names are equal.
+    """Workers of a cluster by host and name, which is unique.
 
     `devices` maps names to numbers of devices, each of which may have several workers;
-    `memory_nbytes` is that of all devices, or of all workers without a GPU; `processors` are the
-    models of the hosts' CPUs.
+    `memory_nbytes` is that of all devices, or of all workers without a GPU.
     """
 
     client: distributed.Client
@@ -84,15 +82,15 @@ class Cluster:
         for package in ("dask", "distributed", "hpcdask"):
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 versions[package] = importlib.metadata.version(package)
-        schemes = {worker.address.partition("://")[0] for worker in self.workers}
-        over_ucx = any("ucx" in worker.peers.values() for worker in self.workers)
+        protocols = {worker.address.partition("://")[0] for worker in self.workers}
+        protocols |= {"ucx"} & {one for worker in self.workers for one in worker.peers.values()}
         return {
             "devices": self.devices,
             "workers": len(self.workers),
             "threads": self.n_slots,
             "hosts": tuple(sorted({worker.host for worker in self.workers})),
             "processors": self.processors,
-            "protocols": tuple(sorted(schemes | ({"ucx"} if over_ucx else set()))),
+            "protocols": tuple(sorted(protocols)),
             "versions": versions,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         }
@@ -109,21 +107,20 @@ def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
         ) from exc
     wait_until_warm(client)
     found = client.run(probe)
-    device = choose_device(found, wanted)
+    device, answers = choose_device(found, wanted), found.values()
     workers = [Worker(address, *answer["worker"]) for address, answer in found.items()]
     if len({worker.name for worker in workers}) < len(workers):
         workers = [replace(worker, name=worker.address) for worker in workers]
     workers.sort(key=lambda worker: (worker.host, natural(worker.name)))
-    limits = [answer["memory_limit"] for answer in found.values()]
-    # A worker without a limit may use all it finds: nothing to compare with.
+    limits = [answer["memory_limit"] for answer in answers]
     memory, cupy, devices = sum(limits) if all(limits) else sys.maxsize, None, {"cpu": len(found)}
     if device == "cuda":
         # several workers may share a GPU, whose memory is there once
-        gpus = {answer["uuid"]: answer for answer in found.values()}.values()
+        gpus = {answer["uuid"]: answer for answer in answers}.values()
         devices = dict(Counter(answer["model"] for answer in gpus))
         memory = sum(answer["memory"] for answer in gpus)
         cupy = ", ".join(sorted({answer["cupy"] for answer in gpus}))
-    processors = tuple(sorted({answer["processor"] for answer in found.values()}))
+    processors = tuple(sorted({answer["processor"] for answer in answers}))
     return Cluster(client, device, devices, memory, tuple(workers), processors, cupy)
 
 
@@ -137,25 +134,23 @@ def probe(dask_worker: Any) -> dict[str, Any]:
         "memory_limit": dask_worker.memory_manager.memory_limit or 0,
         "processor": model[1] if model else platform.machine(),
         "gpu": visible.strip() not in NONE_VISIBLE if visible is not None else has_nvidia_driver(),
-        "cuda": False,
-        "why": "",
     }
     try:
         import cupy
 
-        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
-        found.update(
-            cuda=True,
-            cupy=cupy.__version__,
-            model=properties["name"].decode(),
-            memory=cupy.cuda.Device().mem_info[1],
-            uuid=visible_gpus()[cupy.cuda.Device().id].uuid,
-        )
+        device = cupy.cuda.Device()
+        return found | {
+            "cuda": True,
+            "cupy": cupy.__version__,
+            "model": cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode(),
+            "memory": device.mem_info[1],
+            "uuid": visible_gpus()[device.id].uuid,
+        }
     except ImportError as exc:
-        found["why"] = f"CuPy is missing ({exc}): {installing(cuda_extra())}"
+        why = f"CuPy is missing ({exc}): {installing(cuda_extra())}"
     except Exception as exc:  # the CUDA errors are CuPy's own classes
-        found["why"] = f"{type(exc).__name__}: {exc}"
-    return found
+        why = f"{type(exc).__name__}: {exc}"
+    return found | {"cuda": False, "why": why}
 
 
 def choose_device(found: Mapping[str, Mapping[str, Any]], wanted: str) -> Device:
@@ -182,10 +177,9 @@ def wait_until_warm(client: distributed.Client, timeout: float = WARM_TIMEOUT_S)
     while cold := [worker for worker, warm in client.run(_is_warm).items() if not warm]:
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"{len(cold)} workers are not warm after {timeout:g} s, {cold[0]} among them: see "
-                f"its log, and whether `hpcdask doctor` finds something there"
+                f"{len(cold)} workers are not warm after {timeout:g} s: see the log of {cold[0]}"
             )
-        time.sleep(WARM_POLL_S)
+        time.sleep(0.05)
 
 
 def _is_warm(dask_worker: Any) -> bool:
@@ -206,14 +200,12 @@ def wait(
         if now > start + within_s:
             gone = [worker.name for worker in cluster.workers if worker.address not in states]
             why = f"workers left: {some(gone)}" if gone else "see what else the workers do"
-            raise ClusterError(
-                f"{what}: not complete after {within_s:.3g} s; {why}, and their logs"
-            )
+            raise ClusterError(f"{what}: not complete after {within_s:.3g} s; {why}")
         if now > running + IDLE_TIMEOUT_S:
             raise ClusterError(
                 f"no worker could run a Dask task for {IDLE_TIMEOUT_S:g} s: {len(states)} are "
-                "there, paused, since they use more than `distributed.worker.memory.pause` of "
-                "their memory. Take a smaller --size, or see the logs of workers and jobs"
+                "there, paused above `distributed.worker.memory.pause` of their memory. Take a "
+                "smaller --size, or see the logs of workers and jobs"
             )
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import click
 from dask.utils import parse_bytes
@@ -33,6 +33,7 @@ from hpcdask.workloads import Form
 from hpcdask.workloads.plain_array import NAMES
 
 Runs = list[Callable[[Cluster], Measurement]]
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def size(text: str) -> int:
@@ -55,25 +56,22 @@ def file(text: str) -> Path:
     return path
 
 
-COMMON = (
-    click.option(
-        "--report",
-        "report_file",
-        type=file,
-        metavar="FILE.html",
-        help="Write a web page with charts.",
-    ),
-    click.option(
-        "--json", "json_file", type=file, help="Append the results to this file, as JSON lines."
-    ),
-    click.option("--scheduler-file", metavar="FILE", help="Use the cluster of this file."),
-    click.option(
-        "--device",
-        type=click.Choice(["auto", "cuda", "cpu"]),
-        default="auto",
-        show_default=True,
-        help="What workers compute on. auto: GPUs where there are any, else the CPU.",
-    ),
+REPORT = click.option(
+    *("--report", "report_file"),
+    type=file,
+    metavar="FILE.html",
+    help="Write a web page with charts.",
+)
+JSON = click.option(
+    *("--json", "json_file"), type=file, help="Append the results to this file, as JSON lines."
+)
+SCHEDULER = click.option("--scheduler-file", metavar="FILE", help="Use the cluster of this file.")
+DEVICE = click.option(
+    "--device",
+    type=click.Choice(["auto", "cuda", "cpu"]),
+    default="auto",
+    show_default=True,
+    help="What workers compute on. auto: GPUs where there are any, else the CPU.",
 )
 REPEATS = click.option(
     "--repeats",
@@ -84,8 +82,7 @@ REPEATS = click.option(
     help="Timed runs.",
 )
 CHUNK_SIZE = click.option(
-    "--chunk-size",
-    "chunk_nbytes",
+    *("--chunk-size", "chunk_nbytes"),
     type=size,
     help="Largest chunk of the tuned form, in bytes.",
 )
@@ -96,19 +93,9 @@ FORM = click.option(
 )
 
 
-def measures(function: Callable[..., Runs]) -> Callable[..., None]:
-    """Add the common options to a command, and execute what it returns for its own."""
-
-    @functools.wraps(function)
-    def command(**options: Any) -> None:
-        names = ("report_file", "json_file", "scheduler_file", "device")
-        common = {name: options.pop(name) for name in names}
-        every = click.get_current_context().info_name == "all"
-        execute(function(**options), leave_out=every, **common)
-
-    for option in COMMON:
-        command = option(command)
-    return command
+def size_option(text: str, **how: Any) -> Decorator:
+    """Return the option ``--size``."""
+    return click.option("--size", "nbytes", type=size, help=text, **how)
 
 
 @click.group(
@@ -146,26 +133,39 @@ def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
         click.echo(ctx.get_help())
 
 
-@bench.command("array")
-@click.option(
-    "--size",
-    "nbytes",
-    type=size,
-    help="Bytes of float64. Default, for each GPU or thread: 250GB on GPUs, 800MB without; 8GB and "
-    "64MB for operations other than sum. Plain dask.array: less where there are many.",
+def workload(name: str, *options: Decorator) -> Decorator:
+    """Make a command that executes what a function returns for the options."""
+
+    def decorate(function: Callable[..., Runs]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def command(**given: Any) -> None:
+            common = ("report_file", "json_file", "scheduler_file", "device")
+            how = {name: given.pop(name) for name in common}
+            execute(function(**given), leave_out=name == "all", **how)
+
+        for option in reversed((*options, DEVICE, SCHEDULER, JSON, REPORT)):
+            command = option(command)
+        return bench.command(name)(command)
+
+    return decorate
+
+
+@workload(
+    "array",
+    size_option(
+        "Bytes of float64. Default, for each GPU or thread: 250GB on GPUs, 800MB without; 8GB and "
+        "64MB for operations other than sum. Plain dask.array: less where there are many."
+    ),
+    click.option(
+        "--operation",
+        type=click.Choice(NAMES),
+        default="sum",
+        show_default=True,
+        help="sum: (x + 1)[::2, ::2].sum(), as in the Dask blog. The others are plain dask.array.",
+    ),
+    *(FORM, CHUNK_SIZE, REPEATS),
 )
-@click.option(
-    "--operation",
-    type=click.Choice(NAMES),
-    default="sum",
-    show_default=True,
-    help="sum: (x + 1)[::2, ::2].sum(), as in the Dask blog. The others are plain dask.array.",
-)
-@FORM
-@CHUNK_SIZE
-@REPEATS
-@measures
-def array_command(operation: str, form: Form | None, **how: Any) -> Runs:
+def array_command(operation: str, form: Any, **how: Any) -> Runs:
     """Time computations on a square array of random numbers.
 
     The numbers are float64, drawn from normal(10, 1).
@@ -176,21 +176,19 @@ def array_command(operation: str, form: Form | None, **how: Any) -> Runs:
     return [partial(run_array, form="stock", operation=operation, **how)]
 
 
-@bench.command("svd")
-@click.option(
-    "--size",
-    "nbytes",
-    type=size,
-    help="Bytes of the matrix. Default, for each GPU or thread: 25GB of uint8 on GPUs, 100MB "
-    "without; 1.6GB and 200MB of float64 with --exact.",
+@workload(
+    "svd",
+    size_option(
+        "Bytes of the matrix. Default, for each GPU or thread: 25GB of uint8 on GPUs, 100MB "
+        "without; 1.6GB and 200MB of float64 with --exact."
+    ),
+    click.option("--k", type=int, metavar="N", help="Singular values wanted. Default: 10."),
+    click.option("--packed", is_flag=True, help="Pack four values from 0 to 3 into a byte."),
+    click.option(
+        "--exact", is_flag=True, help="Time dask.array.linalg.svd of 20 columns of float64."
+    ),
+    *(FORM, CHUNK_SIZE, REPEATS),
 )
-@click.option("--k", type=int, metavar="N", help="Singular values wanted. Default: 10.")
-@click.option("--packed", is_flag=True, help="Pack four values from 0 to 3 into a byte.")
-@click.option("--exact", is_flag=True, help="Time dask.array.linalg.svd of 20 columns of float64.")
-@FORM
-@CHUNK_SIZE
-@REPEATS
-@measures
 def svd_command(nbytes: int | None, repeats: int, exact: bool, **own: Any) -> Runs:
     """Time the singular value decomposition of a tall matrix.
 
@@ -203,12 +201,11 @@ def svd_command(nbytes: int | None, repeats: int, exact: bool, **own: Any) -> Ru
     forms = _forms(own.pop("form"))
     if own["packed"] and "stock" in forms:
         raise UsageError("--packed is for the tuned form: dask.array has no arithmetic for it")
-    how |= own
-    return [partial(run_svd, form=one, **how) for one in forms]
+    return [partial(run_svd, form=one, **how, **own) for one in forms]
 
 
-def _forms(form: Form | Literal["both"] | None) -> list[Form]:
-    return list(get_args(Form)) if form == "both" else [form or "tuned"]
+def _forms(form: Any) -> Sequence[Form]:
+    return get_args(Form) if form == "both" else [form or "tuned"]
 
 
 def _refuse_beside(option: str, others: dict[str, Any]) -> None:
@@ -219,45 +216,35 @@ def _refuse_beside(option: str, others: dict[str, Any]) -> None:
         raise UsageError(f"{option} takes no {', '.join(given)}: it measures plain dask.array")
 
 
-@bench.command("zarr")
-@click.option(
-    "--size",
-    "nbytes",
-    type=size,
-    default="2GB",
-    show_default=True,
-    help="Bytes of genotypes to make.",
+@workload(
+    "zarr",
+    size_option("Bytes of genotypes to make.", default="2GB", show_default=True),
+    click.option(
+        "--path",
+        type=click.Path(path_type=Path),
+        metavar="FOLDER",
+        help="Your own store, or where to make one. Default: a temporary folder.",
+    ),
+    click.option("--component", metavar="NAME", help="Name of the array, in a store with several."),
+    REPEATS,
 )
-@click.option(
-    "--path",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Your own store, or where to make one. Default: a temporary folder.",
-)
-@click.option("--component", metavar="NAME", help="Name of the array, in a store with several.")
-@REPEATS
-@measures
 def zarr_command(**how: Any) -> Runs:
     """Time the population structure of genotypes in a Zarr store."""
     return [partial(run_zarr, **how)]
 
 
-@bench.command("startup")
-@measures
+@workload("startup")
 def startup_command() -> Runs:
     """Show where the time from launch to workers goes."""
     return [run_startup]
 
 
-@bench.command("all")
-@REPEATS
-@measures
-def all_command(repeats: int) -> Runs:
+@workload("all", REPEATS)
+def all_command(**how: Any) -> Runs:
     """Measure all workloads, at sizes that suit the cluster.
 
     It leaves out what cannot be measured there, and says why.
     """
-    how: dict[str, Any] = {"repeats": repeats}
     return [
         run_startup,
         *(partial(run_array, form=form, **how) for form in get_args(Form)),
@@ -270,17 +257,15 @@ def all_command(repeats: int) -> Runs:
     ]
 
 
-@bench.command("exchange")
-@click.option(
-    "--size",
-    "nbytes",
-    type=size,
-    help="Bytes of a block from one worker to another. Default: 256MB on GPUs, 16MB without; less "
-    "where memory is short.",
+@workload(
+    "exchange",
+    size_option(
+        "Bytes of a block from one worker to another. Default: 256MB on GPUs, 16MB without; less "
+        "where memory is short."
+    ),
+    click.option("--alone", is_flag=True, help="Measure one pair of workers at a time."),
+    REPEATS,
 )
-@click.option("--alone", is_flag=True, help="Measure one pair of workers at a time.")
-@REPEATS
-@measures
 def exchange_command(**how: Any) -> Runs:
     """Time transfers between workers, pair by pair and all to all.
 
@@ -294,8 +279,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         bench.main(arguments, prog_name="hpcdask bench", standalone_mode=False, obj=arguments)
+    except click.NoSuchOption as exc:
+        before = exc.ctx is not None and exc.ctx.command is bench
+        hint = f" Options of workloads come after them: hpcdask bench array {exc.option_name} …"
+        return _refuse(exc.format_message() + hint * before, 2)
     except click.ClickException as exc:
-        return _refuse(_misplaced(exc) or exc.format_message(), 2)
+        return _refuse(exc.format_message(), 2)
     except (click.Abort, KeyboardInterrupt):
         return _refuse("interrupted", 128 + signal.SIGINT)
     except HpcdaskError as exc:
@@ -303,18 +292,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exc:
         return exc.code if isinstance(exc.code, int) else 1
     return 0
-
-
-def _misplaced(error: click.ClickException) -> str:
-    """Return where an option of workloads belongs that came before one; else an empty text."""
-    context = getattr(error, "ctx", None)
-    if not isinstance(error, click.NoSuchOption) or not context or context.command is not bench:
-        return ""
-    option = error.option_name
-    having = [n for n, c in bench.commands.items() if any(option in one.opts for one in c.params)]
-    workload = "all" if "all" in having else "".join(having[:1])
-    text = f"{option} must come after the workload: hpcdask bench {workload} {option} …"
-    return text if having else ""
 
 
 def _refuse(text: str, code: int) -> int:

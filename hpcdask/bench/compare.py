@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dask.utils import format_bytes
 from rich.table import Table
@@ -74,22 +74,22 @@ def compare(before: Sequence[Measurement], after: Sequence[Measurement]) -> list
 
 
 def _name(one: Measurement) -> str:
+    size = format_bytes(one.nbytes) if one.nbytes else ""
     asked = [
+        " ".join(filter(None, [one.label, size, "on", one.where])),
         f"k = {one.k}" if one.k and one.k != 10 else "",
         f"chunks of {format_bytes(one.chunk_nbytes)}" if one.chunk_nbytes else "",
         f"blocks of {format_bytes(one.block_nbytes)}" if one.block_nbytes else "",
         f"{one.workers} workers" if one.workers != sum(one.devices.values()) else "",
     ]
-    size = format_bytes(one.nbytes) if one.nbytes else ""
-    words = " ".join(filter(None, [one.label, size, "on", one.where]))
-    return ", ".join(filter(None, [words, *asked]))
+    return ", ".join(filter(None, asked))
 
 
 def _changes(old: list[Measurement], new: list[Measurement]) -> Iterator[Change]:
     """Yield the change of a workload, and those of its parts that are slower or faster."""
-    name, times = _name((old or new)[0]), [_times(old), _times(new)]
-    for part, tolerance in dict.fromkeys(key for side in times for key in side):
-        was, now = (side.get((part, tolerance), []) for side in times)
+    name, (before, after) = _name((old or new)[0]), (_times(old), _times(new))
+    for part, tolerance in before | after:
+        was, now = (side.get((part, tolerance), []) for side in (before, after))
         verdict = _verdict(was, now, tolerance)
         if not part:
             wrong = any(one.failed for one in new)
@@ -103,19 +103,12 @@ def _times(group: Sequence[Measurement]) -> dict[tuple[str, float], list[float]]
     found: dict[tuple[str, float], list[float]] = {}
     for one in group:
         exchange = one.exchange
-        parts = [("", LOOSE if exchange else TOLERANCE, one.seconds)]
+        found.setdefault(("", LOOSE if exchange else TOLERANCE), []).extend(one.seconds)
         if exchange:
-            names, reduced = exchange.names, exchange.all_reduce
-            parts += [
-                ("8 bytes", OF_LATENCY, tuple(exchange.latencies())),
-                ("all-reduce", LOOSE, reduced.seconds if reduced else ()),
-                *(
-                    (f"{names[pair.sender]} -> {names[pair.receiver]}", LOOSE, pair.seconds)
-                    for pair in exchange.pairs
-                ),
-            ]
-        for part, tolerance, seconds in parts:
-            found.setdefault((part, tolerance), []).extend(seconds)
+            found.setdefault(("8 bytes", OF_LATENCY), []).extend(exchange.latencies())
+            for pair in exchange.pairs:
+                name = f"{exchange.names[pair.sender]} -> {exchange.names[pair.receiver]}"
+                found.setdefault((name, LOOSE), []).extend(pair.seconds)
     return found
 
 
@@ -140,7 +133,7 @@ def _text(seconds: Sequence[float]) -> str:
 def compare_files(before: str | Path, after: str | Path) -> int:
     """Print a comparison of two files of ``hpcdask bench --json``; return 1 if it is for the worse.
 
-    Below the table stand the versions, and the hardware's rates, that differ.
+    Below the table are the versions, and the hardware's rates, that differ.
     """
     old, new = load(before), load(after)
     changes, out = compare(old, new), console()
@@ -150,23 +143,28 @@ def compare_files(before: str | Path, after: str | Path) -> int:
         made.add_column(head, justify="right")
     made.add_column("")
     for name, *sides, verdict in changes:
-        ratio = "-"
-        if all(sides):
-            ratio = f"{statistics.median(sides[1]) / statistics.median(sides[0]):.3f}"
-        made.add_row(name, *map(_text, sides), ratio, verdict)  # a ratio above 1 is slower
+        was, now = (statistics.median(side or [math.nan]) for side in sides)
+        ratio = f"{now / was:.3f}" if all(sides) else "-"  # above 1 is slower
+        made.add_row(name, *map(_text, sides), ratio, verdict)
     out.print(made)
-    was, now = old[-1].versions, new[-1].versions
-    if versions := [
-        f"{name} {was.get(name) or 'none'} -> {now.get(name) or 'none'}"
-        for name in sorted({**was, **now})
-        if was.get(name) != now.get(name)
-    ]:
+    versions = [
+        f"{name} {was or 'none'} -> {now or 'none'}"
+        for name, was, now in _pairs(*(run[-1].versions for run in (old, new)))
+        if was != now
+    ]
+    if versions:
         out.print(f"versions: {', '.join(versions)}")
-    rates, present = ({k: v for one in run for k, v in one.rates.items()} for run in (old, new))
-    if limits := [
-        f"{name} {rates[name]:.3g} -> {present[name]:.3g}"
-        for name in sorted(rates.keys() & present.keys())
-        if not 1 / TOLERANCE <= present[name] / rates[name] <= TOLERANCE
-    ]:
+    rates = ({k: v for one in run for k, v in one.rates.items()} for run in (old, new))
+    limits = [
+        f"{name} {was:.3g} -> {now:.3g}"
+        for name, was, now in _pairs(*rates)
+        if was and now and not 1 / TOLERANCE <= now / was <= TOLERANCE
+    ]
+    if limits:
         out.print(f"limits of the hardware, per second: {', '.join(limits)}")
     return int(any(one.verdict in ("slower", "wrong") for one in changes))
+
+
+def _pairs(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return each name with its value on either side, or None."""
+    return [(name, before.get(name), after.get(name)) for name in sorted({**before, **after})]

@@ -1,6 +1,10 @@
 """Measure how fast the workers of a cluster exchange data.
 
-It is the receiving worker that holds the clock, so nothing but the transfer is measured.
+The seconds of a transfer are those that the receiving worker logs, from the request to the last
+byte: no scheduling and no Dask task is in them. Receivers check every block.
+
+A worker has one buffer, and each block that it sends is a view of that. So a transport that maps a
+buffer before it reads it, as CUDA IPC does, does so in the first transfer, which does not count.
 """
 
 from __future__ import annotations
@@ -8,22 +12,25 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from dask.utils import format_bytes, format_time
+from distributed import get_worker
 from rich.table import Table
 
 from hpcdask.bench.cluster import Cluster, wait
 from hpcdask.bench.measurement import Exchange, Measurement, Pair, Together, console, rate
-from hpcdask.client.gang import RankContext, gang
-from hpcdask.errors import GangError, UsageError
-from hpcdask.gpu import nccl
-from hpcdask.gpu.driver import cuda_extra
-from hpcdask.logs import say, some
-from hpcdask.workloads import Check
-from hpcdask.workloads import exchange as workload
+from hpcdask.errors import UsageError
+from hpcdask.logs import say
+from hpcdask.workloads import Check, Device, WorkloadError, array_module
 
 PAIR_NBYTES = {"cuda": 256_000_000, "cpu": 16_000_000}
+ITEM_NBYTES = 8
+#: Blocks of one buffer start this many items apart: 512 bytes, so that copies stay aligned.
+STRIDE_ITEMS = 64
+#: All pairs of so many workers are measured.
+MANY = 32
 #: Workers spill from 0.6 on, and count each view as memory of its own: beside the buffer there is
 #: one block that leaves and one that comes.
 BLOCKS_FRACTION, HELD = 0.25, 3
@@ -31,13 +38,10 @@ BLOCKS_FRACTION, HELD = 0.25, 3
 STEP_DEADLINE_S, LEAST_BYTES_PER_S = 120.0, 10e6
 #: Slow workers and pairs that are printed; workers of which a table can show all pairs.
 MAX_LINES, MAX_COLUMNS = 10, 16
-#: Seconds for all of NCCL, which can hang: the gang then restarts the workers. All-reduces of one
-#: repeat.
-NCCL_DEADLINE_S, CALLS = 120.0, 10
 #: Slow is less than this part of what is usual.
 SLOW = 0.5
 
-Pairs = Sequence[tuple[int, int]]
+Pairs = list[tuple[int, int]]
 #: GB/s of pairs (sender, receiver).
 Rates = Mapping[tuple[int, int], float]
 
@@ -45,36 +49,31 @@ Rates = Mapping[tuple[int, int], float]
 def run_exchange(
     cluster: Cluster, nbytes: int | None = None, *, repeats: int = 3, alone: bool = False
 ) -> Measurement:
-    """Measure pairs of workers (`alone`: one at a time), all to all, and NCCL.
-
-    The measurement's own times and GB/s are those of all to all.
-    """
+    """Measure pairs of workers (`alone`: one at a time), and all to all, whose times count."""
     if (n := len(cluster.workers)) < 2:
         raise UsageError(
             f"an exchange needs two workers at least, and this cluster has {n}: "
             f"start more, as with `mpirun -n 2 hpcdask bench exchange`"
         )
-    nbytes, steps = _size(cluster, nbytes), workload.steps(n, alone=alone)
-    everyone = [pair for step in steps for pair in step]
+    nbytes, groups = _size(cluster, nbytes), steps(n, alone=alone)
+    everyone = [pair for step in groups for pair in step]
     left_out = n * (n - 1) - len(everyone)
     say(
         f"exchange between {n} workers, {cluster}: blocks of {format_bytes(nbytes)}"
         + (f"; {left_out:,} pairs of workers are left out" if left_out else "")
     )
-    blocks = Blocks(cluster, nbytes // workload.ITEM_NBYTES)
-    pairs = tuple(pair for step in steps for pair in blocks.measure(step, repeats))
+    blocks = Blocks(cluster, nbytes // ITEM_NBYTES)
+    pairs = tuple(pair for step in groups for pair in blocks.measure(step, repeats))
     share = BLOCKS_FRACTION * cluster.memory_nbytes / n / (2 * n)
-    n_items = max(1, int(min(nbytes, share)) // workload.ITEM_NBYTES)
+    n_items = max(1, int(min(nbytes, share)) // ITEM_NBYTES)
     every = [blocks.move(everyone, n_items) for _ in range(1 + repeats)][1:]
     all_to_all = Together(
         tuple(max(one.seconds for one in received.values()) for received in every),
         sum(one.nbytes for one in every[-1].values()),
-        n_items * workload.ITEM_NBYTES,
+        n_items * ITEM_NBYTES,
     )
-    blocks.buffers.clear()
-    reduced, checks = _all_reduce(cluster, nbytes, repeats)  # a hang ends workers, so last
     names, hosts = zip(*((one.name, one.host) for one in cluster.workers), strict=True)
-    found = Exchange(names, hosts, nbytes, pairs, all_to_all, reduced)
+    found = Exchange(names, hosts, nbytes, pairs, all_to_all)
     found = replace(found, slow=tuple(judge(found.rates(), names, hosts)))
     _tell(found)
     return Measurement(
@@ -83,7 +82,7 @@ def run_exchange(
         block_nbytes=nbytes,
         seconds=all_to_all.seconds,
         moved=int(all_to_all.nbytes),
-        checks=(Check("blocks that arrived wrong", blocks.n_wrong, 0, 0), *checks),
+        checks=(Check("blocks that arrived wrong", blocks.n_wrong, 0, 0),),
         exchange=found,
         **cluster.describe(),
     )
@@ -91,49 +90,65 @@ def run_exchange(
 
 def _size(cluster: Cluster, nbytes: int | None) -> int:
     """Return the bytes of a block, a whole number of items."""
-    item = workload.ITEM_NBYTES
     most = int(BLOCKS_FRACTION * cluster.memory_nbytes / len(cluster.workers) / HELD)
     nbytes = min(PAIR_NBYTES[cluster.device], most) if nbytes is None else nbytes
-    if nbytes < item:
-        raise UsageError(f"--size {nbytes} B is too small: the least is {item} B")
+    if nbytes < ITEM_NBYTES:
+        raise UsageError(f"--size {nbytes} B is too small: the least is {ITEM_NBYTES} B")
     if nbytes > most:
         raise UsageError(
             f"--size {format_bytes(nbytes)} does not fit {cluster}: {most // 10**6}MB is the most"
         )
-    return nbytes // item * item
+    return nbytes // ITEM_NBYTES * ITEM_NBYTES
+
+
+def steps(n: int, *, alone: bool = False) -> list[Pairs]:
+    """Return the ordered pairs to measure, those of each step at once; nobody is in two of them.
+
+    The two directions come one after the other: one event loop in each worker serves both. Of more
+    than `MANY` workers, each meets its neighbour, most likely on its node, and some of the others.
+    """
+    size = n + n % 2  # circle method: one stays, the others turn; who meets the last of n odd rests
+    rounds: list[Pairs] = []
+    for turn in range(size - 1):
+        circle = [0, *(1 + (i - turn) % (size - 1) for i in range(size - 1))]
+        opposite = zip(circle[: size // 2], reversed(circle[size // 2 :]), strict=True)
+        rounds.append([pair for pair in opposite if max(pair) < n])
+    if n > MANY:
+        few = max(2, MANY * MANY // n)
+        chosen = [rounds[i * len(rounds) // few] for i in range(few)]
+        met = {frozenset(pair) for pairs in chosen for pair in pairs}
+        near = [(i, i + 1) for i in range(0, n - 1, 2) if frozenset((i, i + 1)) not in met]
+        rounds = [near, *chosen]
+    both = [turned for pairs in rounds for turned in (pairs, [(j, i) for i, j in pairs])]
+    return [[pair] for step in both for pair in step] if alone else both
 
 
 class Blocks:
-    """Blocks between workers, from one buffer on each, which is freed with the list `buffers`.
-
-    `n_wrong` counts the blocks that did not hold what they should.
-    """
+    """Blocks between workers, from one buffer on each; `n_wrong` of them did not arrive as sent."""
 
     def __init__(self, cluster: Cluster, n_items: int) -> None:
         self.cluster, self.n_items, self.n_wrong = cluster, n_items, 0
         n, device = len(cluster.workers), cluster.device
-        self.buffers = [cluster.start(i, workload.fill, i, n, n_items, device) for i in range(n)]
+        self.buffers = [cluster.start(i, fill, i, n, n_items, device) for i in range(n)]
         wait(cluster, self.buffers, "the buffers", STEP_DEADLINE_S)
 
-    def move(self, pairs: Pairs, n_items: int) -> dict[int, workload.Received]:
+    def move(self, pairs: Pairs, n_items: int) -> dict[int, Received]:
         """Move a block between each of the pairs, all at once; return the reports by receiver."""
-        nbytes = len(pairs) * n_items * workload.ITEM_NBYTES
+        cluster, nbytes = self.cluster, len(pairs) * n_items * ITEM_NBYTES
         what = f"{format_bytes(nbytes)} between {len(pairs)} pairs of workers"
         within_s = STEP_DEADLINE_S + nbytes / LEAST_BYTES_PER_S
-        views = [
-            self.cluster.start(i, workload.view, self.buffers[i], j, n_items) for i, j in pairs
-        ]
-        wait(self.cluster, views, what, within_s)
+        views = [cluster.start(i, view, self.buffers[i], j, n_items) for i, j in pairs]
+        wait(cluster, views, what, within_s)
         incoming: dict[int, list[tuple[Any, str, int]]] = {}
-        for (i, j), view in zip(pairs, views, strict=True):
-            first = workload.first_item(i, j, len(self.buffers))
-            incoming.setdefault(j, []).append((view, view.key, first))
+        for (i, j), block in zip(pairs, views, strict=True):
+            first = first_item(i, j, len(self.buffers))
+            incoming.setdefault(j, []).append((block, block.key, first))
         sinks = [
-            self.cluster.start(j, workload.sink, *map(list, zip(*blocks, strict=True)), n_items)
+            cluster.start(j, sink, *map(list, zip(*blocks, strict=True)), n_items)
             for j, blocks in incoming.items()
         ]
-        wait(self.cluster, sinks, what, within_s)
-        received = dict(zip(incoming, self.cluster.client.gather(sinks), strict=True))
+        wait(cluster, sinks, what, within_s)
+        received = dict(zip(incoming, cluster.client.gather(sinks), strict=True))
         self.n_wrong += sum(one.n_wrong for one in received.values())
         return received
 
@@ -152,53 +167,56 @@ class Blocks:
         return found
 
 
-# --- NCCL -----------------------------------------------------------------------------------------
+# --- on a worker ----------------------------------------------------------------------------------
 
 
-def _all_reduce(cluster: Cluster, nbytes: int, repeats: int) -> tuple[Together | None, list[Check]]:
-    """Measure an all-reduce between the workers, as a gang; None without GPUs."""
-    if cluster.device != "cuda":
-        return None, []
-    client, names = cluster.client, {one.address: one.name for one in cluster.workers}
-    why = client.run(_nccl_missing)
-    if without := [address for address, told in why.items() if told[0]]:
-        text, package = why[without[0]]
-        who = some(names.get(address, address) for address in without)
-        missing = f"NCCL is not installed (worker {who}: {text}). pip install {package}"
-        return Together(missing=missing), []
-    try:
-        # as a gang, so that NCCL takes the cluster's network
-        (key,) = gang(_host, client=client, size=1, timeout=NCCL_DEADLINE_S)
-        shared = {"unique_id": key, "nbytes": nbytes, "repeats": repeats}
-        told = gang(_reduce, client=client, timeout=NCCL_DEADLINE_S, shared=shared)
-    except GangError as error:
-        return Together(missing=f"it failed: {error}"), []
-    slowest = tuple(max(seconds) for seconds in zip(*(one[0] for one in told), strict=True))
-    moved = nccl.bus_bandwidth(nbytes, 1.0, len(told))
-    wrong = sum(not right for _, right, _ in told)
-    check = Check("workers whose all-reduce was wrong", wrong, 0, 0)
-    return Together(slowest, moved, nbytes, told[0][2]), [check]
+class Received(NamedTuple):
+    """Report of a receiving worker; ``n_wrong`` blocks did not hold what they should."""
+
+    seconds: float
+    nbytes: int
+    n_wrong: int
 
 
-def _nccl_missing() -> tuple[str, str]:
-    """Return why this worker cannot use NCCL, and the package that brings it for its CUDA."""
-    return nccl.missing(), f"nvidia-nccl-{cuda_extra().replace('cuda', 'cu')}"
+def first_item(source: int, destination: int, n_workers: int) -> int:
+    """Return the number that a block from one worker to another begins with; no two are equal."""
+    return STRIDE_ITEMS * (source * n_workers + destination)
 
 
-def _host(context: RankContext) -> bytes:
-    return nccl.unique_id()
+def fill(source: int, n_workers: int, n_items: int, device: Device) -> Any:
+    """Make the buffer that a worker sends from: whole numbers, each one more than the last."""
+    start = first_item(source, 0, n_workers)
+    end = start + n_items + STRIDE_ITEMS * n_workers
+    return array_module(device).arange(start, end, dtype=np.int64)
 
 
-def _reduce(
-    context: RankContext, unique_id: bytes, nbytes: int, repeats: int
-) -> tuple[list[float], bool, str]:
-    """Return the seconds of one all-reduce in each repeat, if all were right, NCCL's version."""
-    communicator = nccl.join(context.rank, context.world_size, unique_id)
-    try:
-        runs = [nccl.all_reduce(communicator, nbytes, CALLS) for _ in range(repeats)]
-    finally:
-        communicator.destroy()
-    return [seconds for seconds, _ in runs], all(right for _, right in runs), nccl.version()
+def view(buffer: Any, destination: int, n_items: int) -> Any:
+    """Return the block for a destination, without a copy."""
+    start = STRIDE_ITEMS * destination
+    return buffer[start : start + n_items]
+
+
+def sink(
+    blocks: Sequence[Any], names: Sequence[str], firsts: Sequence[int], n_items: int
+) -> Received:
+    """Check the blocks, by the names of their keys, and report how long they took."""
+    keys = set(names)
+    log = list(get_worker().transfer_incoming_log)
+    entries = [entry for entry in log if keys & entry["keys"].keys()]
+    if len({key for entry in entries for key in entry["keys"]} & keys) < len(keys):
+        raise WorkloadError(
+            f"the worker's log of {len(log)} transfers does not have all of {sorted(keys)}: "
+            "raise distributed.admin.low-level-log-length in Dask's configuration"
+        )
+    seconds = max(entry["stop"] for entry in entries) - min(entry["start"] for entry in entries)
+    n_wrong = sum(
+        block.shape != (n_items,)
+        or int(block[0]) != first
+        or int(block.sum()) != n_items * first + n_items * (n_items - 1) // 2
+        for block, first in zip(blocks, firsts, strict=True)
+    )
+    # distributed's clock may not move in a transfer of a few bytes within one process.
+    return Received(max(seconds, 1e-9), sum(entry["total"] for entry in entries), n_wrong)
 
 
 # --- slow nodes, workers and pairs ----------------------------------------------------------------
@@ -208,14 +226,11 @@ def judge(rates: Rates, names: Sequence[str], hosts: Sequence[str]) -> list[str]
     """Name slow nodes, then workers, then pairs, each cause once, the slowest first, in lines.
 
     Pairs within a node are compared with such pairs, and those between nodes with those. A pair is
-    slow below half of their median, a worker if the median of its pairs is, and a node if all its
-    workers are.
+    slow below half of their median, a worker if the median of what it sends or receives is, and a
+    node if all its workers are.
     """
-    inside, between = split(rates, hosts)
-    found = [
-        *_judge(inside, "of its node", names, hosts),
-        *_judge(between, "of other nodes", names, hosts),
-    ]
+    kinds = zip(split(rates, hosts), ("of its node", "of other nodes"), strict=True)
+    found = [one for kind, where in kinds for one in _judge(kind, where, names, hosts)]
     return [text for *_, text in sorted(found, key=lambda one: one[:2])]
 
 
@@ -234,19 +249,17 @@ def _judge(
         (i, j): value for (i, j), value in rates.items() if i not in sends and j not in receives
     }
     usual = _median(rest.values() or rates.values())
-    for verb, values in (
-        ("exchanges", {m: min(sends[m], receives[m]) for m in sends if m in receives}),
-        ("sends", {m: value for m, value in sends.items() if m not in receives}),
-        ("receives", {m: value for m, value in receives.items() if m not in sends}),
-    ):
-        for host in dict.fromkeys(hosts[m] for m in values):
-            members = [m for m in values if hosts[m] == host]
-            is_node = len(members) == hosts.count(host) > 1
-            for group in [members] if is_node else [[member] for member in members]:
-                value = _median(values[m] for m in group)
-                who = f"node {host}" if is_node else f"worker {names[group[0]]} on {host}"
-                text = f"{who} {verb} slowly: {value:.3g} GB/s with workers {where}"
-                yield 1 - is_node, value / usual, f"{text}, {usual:.3g} is usual"
+    slow = {m: min(side[m] for side in (sends, receives) if m in side) for m in sends | receives}
+    for host in dict.fromkeys(hosts[m] for m in slow):
+        members = [m for m in slow if hosts[m] == host]
+        is_node = len(members) == hosts.count(host) > 1
+        for group in [members] if is_node else [[member] for member in members]:
+            value = _median(slow[m] for m in group)
+            who = f"node {host}" if is_node else f"worker {names[group[0]]} on {host}"
+            sides = {"sends": sends, "receives": receives}
+            verbs = " and ".join(verb for verb in sides if not sides[verb].keys().isdisjoint(group))
+            text = f"{who} {verbs} slowly: {value:.3g} GB/s with workers {where}"
+            yield 1 - is_node, value / usual, f"{text}, {usual:.3g} is usual"
     for (i, j), value in rest.items():
         if value < SLOW * usual:
             place = hosts[i] if hosts[i] == hosts[j] else f"{hosts[i]} -> {hosts[j]}"
@@ -269,12 +282,18 @@ def _median(values: Iterable[float]) -> float:
     return statistics.median(list(values) or [0.0])
 
 
-# --- what is told ---------------------------------------------------------------------------------
+# --- lines ----------------------------------------------------------------------------------------
 
 
 def _tell(found: Exchange) -> None:
-    if len(found.names) <= MAX_COLUMNS:
-        console(stderr=True).print(_table(found))
+    if (n := len(found.names)) <= MAX_COLUMNS:
+        rates, heads = found.rates(), map(str, range(n))
+        how: dict[str, Any] = {"title_justify": "left", "box": None, "pad_edge": False}
+        table = Table("", *heads, title="GB/s, from row to column", **how)
+        for i, name in enumerate(found.names):
+            cells = (f"{rates[i, j]:.3g}" if (i, j) in rates else "-" for j in range(n))
+            table.add_row(f"{i} {name}", *cells)
+        console(stderr=True).print(table)
     say(kinds_of_pairs(found))
     for text in found.slow[:MAX_LINES]:
         say(f"warning: {text}")
@@ -282,23 +301,8 @@ def _tell(found: Exchange) -> None:
         say(f"warning: {more} more; --json FILE keeps them all")
     say(f"8 bytes take {format_time(statistics.median(found.latencies()))}, in the median")
     every = found.all_to_all
-    block = format_bytes(every.block_nbytes)
-    say(f"all to all: {rate(every.rate / 1e9)} in all, {block} for each pair")
-    if line := all_reduce_line(found):
-        say(line)
-
-
-def _table(found: Exchange) -> Table:
-    """Return the GB/s of all pairs."""
-    rates, numbers = found.rates(), range(len(found.names))
-    heads = ["", *map(str, numbers)]
-    table = Table(
-        *heads, title="GB/s, from row to column", title_justify="left", box=None, pad_edge=False
-    )
-    for i in numbers:
-        cells = (f"{rates[i, j]:.3g}" if (i, j) in rates else "-" for j in numbers)
-        table.add_row(f"{i} {found.names[i]}", *cells)
-    return table
+    together = rate(every.nbytes / statistics.median(every.seconds) / 1e9)
+    say(f"all to all: {together} in all, {format_bytes(every.block_nbytes)} for each pair")
 
 
 def kinds_of_pairs(found: Exchange) -> str:
@@ -310,14 +314,3 @@ def kinds_of_pairs(found: Exchange) -> str:
         for kind, rates in kinds
         if rates
     )
-
-
-def all_reduce_line(found: Exchange) -> str:
-    """Return what NCCL reached, or why it was left out; empty without GPUs."""
-    if (reduced := found.all_reduce) is None:
-        return ""
-    if reduced.missing:
-        return f"all-reduce left out: {reduced.missing}"
-    reached = f"{rate(reduced.rate / 1e9)} bus bandwidth"
-    block = format_bytes(reduced.block_nbytes)
-    return f"all-reduce over NCCL {reduced.library}: {reached}, {block} on each worker"

@@ -1,8 +1,7 @@
-"""Measurements on a cluster: the steps of each workload, and all of a run with its lines and files.
+"""Measurements on a cluster: the steps of each workload, and a whole run with its lines and files.
 
-What is timed is what a user waits for: from the call that computes a graph, already built, to the
-result in the client, optimisation, scheduling and transfer included. Each repeat has a graph of
-its own with other random numbers, so that nothing is remembered from the one before.
+A time is what a user waits for: from the call that computes a built graph to the result in the
+client. Each repeat has a graph with other random numbers, so that nothing is remembered.
 
 Where no cluster is given or surrounds the program, it starts itself again as the program of the
 runner, which makes a cluster of this machine, or of the ranks of ``mpirun`` and ``srun``.
@@ -29,7 +28,6 @@ from dask.utils import format_bytes
 from distributed import CancelledError, Client, KilledWorker
 from distributed.comm import CommClosedError
 from rich.table import Table
-from rich.text import Text
 
 from hpcdask.bench import rates
 from hpcdask.bench.cluster import Cluster, inspect, wait
@@ -44,8 +42,7 @@ from hpcdask.logs import say
 from hpcdask.workloads import Check, Device, WorkloadError, count_tasks
 
 #: Bytes for each GPU, and the most in all; the same for each thread without GPUs. That is seconds
-#: for each, and the Dask blog's sizes on 8 GPUs, but where the number of Dask tasks or a file
-#: system decides.
+#: for each, unless the number of Dask tasks or a file system decides.
 SIZES: dict[str, tuple[float, float, float, float]] = {
     "array, tuned": (250e9, math.inf, 800e6, math.inf),
     "array, stock": (250e9, 1e12, 800e6, 32e9),
@@ -55,16 +52,12 @@ SIZES: dict[str, tuple[float, float, float, float]] = {
     "svd exact": (1.6e9, 50e9, 200e6, 50e9),
     "zarr": (1e9, 16e9, 100e6, 16e9),
 }
-# An input that the workers hold leaves room for scratch arrays and the results. Workers without a
-# GPU hold Python too, and Dask pauses them at 0.8 of their memory.
+# Workers need scratch arrays beside their input; Dask pauses those without a GPU at 0.8.
 USABLE_FRACTION: dict[Device, float] = {"cuda": 0.8, "cpu": 0.3}
 #: Processes of Open MPI above a rank, which gives each rank a terminal of its own.
 OPEN_MPI = {"mpirun", "mpiexec", "prterun", "orterun", "prted", "orted"}
-TERMINALS = ("/dev/pts/", "/dev/tty", "/dev/console")
 #: Columns with room in 80 characters.
 HEADS = ("workload", "size", "median", "rate", "limit", "of the limit")
-#: Phases that are shorter would be told as 0.00 s.
-LEAST_S = 0.005
 
 #: Result of a measurement and its checks.
 Finished = tuple[dict[str, Any], list[Check]]
@@ -107,10 +100,7 @@ def run(
     x: Any = None,
     **identity: Any,
 ) -> Measurement:
-    """Measure a computation with a known answer on an array of these chunks.
-
-    ``build`` makes the collections of a repeat from ``x``, which the workers hold, and its number.
-    """
+    """Measure what ``build`` makes of ``x``, which the workers hold, and the number of a repeat."""
     build(x, 0)  # input errors come before the first line of output
     draft = Measurement(
         shape=tuple(map(sum, chunks)),
@@ -166,7 +156,7 @@ def execute(
     report_file: Path | None,
     leave_out: bool = False,
 ) -> None:
-    """Measure the workloads on the cluster, and tell of each when it is measured.
+    """Measure the workloads on the cluster, and print each result as soon as there is one.
 
     `leave_out` goes on after a workload that cannot be measured there.
     """
@@ -186,17 +176,12 @@ def execute(
             cluster = inspect(client, device)
             try:
                 one = _with_usage(workload, cluster)
-            except (UsageError, WorkloadError) as exc:
+            except (UsageError, WorkloadError, KilledWorker, MemoryError) as exc:
                 if not leave_out:
                     raise
-                say(f"left out: {exc}")
-                continue
-            except (KilledWorker, MemoryError) as exc:
-                text = f"{type(exc).__name__}: {exc}"
-                if not leave_out:
-                    raise ClusterError(text) from exc
-                say(f"error: {text}")
-                failed = True
+                bad = isinstance(exc, (KilledWorker, MemoryError))
+                say(f"error: {type(exc).__name__}: {exc}" if bad else f"left out: {exc}")
+                failed = failed or bad
                 continue
             if one.work:
                 known = known or rates.measure(cluster)  # bad input is known by now
@@ -204,7 +189,10 @@ def execute(
             found.append(one)
             _tell(one, json_file)
             if report_file is not None:  # each time, since the run may be ended at any moment
-                _report(found, report_file)
+                from hpcdask.bench import report  # Bokeh takes half a second to import
+
+                text = report.html(found, shlex.join(["hpcdask", "bench", *_words()]))
+                report_file.write_text(text, encoding="utf-8")
     if failed or any(one.failed for one in found):
         raise SystemExit(1)
 
@@ -231,6 +219,8 @@ def _as_ours() -> Iterator[None]:
         yield
     except WorkloadError as exc:
         raise UsageError(str(exc)) from exc
+    except (KilledWorker, MemoryError) as exc:
+        raise ClusterError(f"{type(exc).__name__}: {exc}") from exc
     except (CancelledError, CommClosedError, TimeoutError) as exc:
         raise ClusterError(
             f"the measurement lost its cluster ({root_cause(exc)}): see the log of its scheduler, "
@@ -259,27 +249,16 @@ async def _end_lap(dask_scheduler: Any) -> dict[str, Any] | None:
     return None if usage is None else usage.to_json()
 
 
-def _report(found: Sequence[Measurement], path: Path) -> None:
-    from hpcdask.bench import report  # Bokeh takes half a second to import
-
-    text = report.html(found, shlex.join(["hpcdask", "bench", *_words()]))
-    path.write_text(text, encoding="utf-8")
-
-
 # --- lines and tables -----------------------------------------------------------------------------
 
 
 def is_terminal() -> bool:
-    """Return whether standard output is a terminal, or below Open MPI's mpirun whether its is."""
-    if not sys.stdout.isatty():
-        return False
+    """Return whether standard output, below Open MPI's mpirun that of mpirun, is a terminal."""
     above = [process.pid for process in psutil.Process().parents() if process.name() in OPEN_MPI]
-    if not above:
-        return True
-    try:
-        return os.readlink(Path("/proc", str(above[0]), "fd", "1")).startswith(TERMINALS)
-    except OSError:
-        return False  # another user's, or gone
+    with contextlib.suppress(OSError):  # another user's process, or gone
+        where = os.readlink(f"/proc/{above[0]}/fd/1") if above else "/dev/tty"
+        return sys.stdout.isatty() and where.startswith(("/dev/pts/", "/dev/tty", "/dev/console"))
+    return False
 
 
 def _tell(found: Measurement, json_file: Path | None) -> None:
@@ -290,14 +269,14 @@ def _tell(found: Measurement, json_file: Path | None) -> None:
     if json_file is not None:
         with json_file.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
-    least, median, greatest = min(found.seconds), found.median, max(found.seconds)
     if found.workload == "startup":
-        told = [f"{name} {part:.2f} s" for name, part in found.phases.items() if part >= LEAST_S]
-        say(f"{median:.2f} s until the last of {found.workers} workers: {'; '.join(told)}")
+        parts = {name: f"{part:.2f}" for name, part in found.phases.items()}
+        told = [f"{name} {part} s" for name, part in parts.items() if part != "0.00"]
+        say(f"{found.median:.2f} s until the last of {found.workers} workers: {'; '.join(told)}")
     else:
         say(
-            f"median {median:.3f} s, min {least:.3f} s, max {greatest:.3f} s of "
-            f"{len(found.seconds)}; {rate(found.gb_per_s)}"
+            f"median {found.median:.3f} s, min {min(found.seconds):.3f} s, "
+            f"max {max(found.seconds):.3f} s of {len(found.seconds)}; {rate(found.gb_per_s)}"
             + (f", {found.dask_tasks} Dask tasks" if found.dask_tasks else "")
         )
     for complaint in found.failed:
@@ -322,7 +301,6 @@ def show(found: Sequence[Measurement]) -> None:
     for head in HEADS:
         table.add_column(head, justify="right" if head in HEADS[1:5] else "left")
     for one in found:
-        cells = one.cells()
-        last = Text("check failed", style="red") if one.failed else cells[HEADS[-1]]
-        table.add_row(*(cells[head] for head in HEADS[:-1]), last)
+        cells = one.cells() | ({HEADS[-1]: "[red]check failed"} if one.failed else {})
+        table.add_row(*(cells[head] for head in HEADS))
     console().print("", table)

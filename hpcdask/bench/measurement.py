@@ -1,12 +1,12 @@
 """Measurement of one workload on one cluster: JSON, table, report and comparison read it.
 
-Its limit is the part of the workload that takes longest at the rates of the hardware. That is the
-roofline model (Williams, Waterman and Patterson, "Roofline: an insightful visual performance model
-for multicore architectures", Communications of the ACM 52(4), 2009), with more than two roofs.
+Its limit is the part of the workload that takes longest at the rates of the hardware: the roofline
+model (Williams, Waterman, Patterson, Communications of the ACM 52(4), 2009), with more roofs.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import sys
@@ -27,14 +27,12 @@ VERSION = 1
 #: Characters of a line that goes to a file or pipe.
 WIDE = 120
 #: Rates of the hardware, which are also the units of work: what a workload waits for, and the rate
-#: in words. Bytes read from the memory of the devices and written to it, float64 normals drawn,
-#: floating-point operations of matrix products, bytes from one worker to another.
+#: in words.
 RATES = {
     "memory": ("memory speed", "memory, read and written: {:.3g} B/s"),
     "random": ("generator speed", "random float64 normals: {:.3g} /s"),
     "matrix_float64": ("float64 matrix speed", "matrix products, float64: {:.3g} FLOP/s"),
     "matrix_float32": ("float32 matrix speed", "matrix products, float32: {:.3g} FLOP/s"),
-    "link": ("exchange speed", "between workers, each to the next: {:.3g} B/s"),
 }
 
 
@@ -64,21 +62,11 @@ class Pair(Record):
 
 @dataclass(frozen=True)
 class Together(Record):
-    """Transfers of all workers at once: seconds of each, and the bytes that GB/s counts.
+    """Transfers of all workers at once: seconds of each, and bytes in all and of a block."""
 
-    `missing` says why there are none. `library` is NCCL's version.
-    """
-
-    seconds: tuple[float, ...] = ()
-    nbytes: float = 0
-    block_nbytes: int = 0
-    library: str = ""
-    missing: str = ""
-
-    @property
-    def rate(self) -> float:
-        """Bytes per second, by the median."""
-        return self.nbytes / statistics.median(self.seconds)
+    seconds: tuple[float, ...]
+    nbytes: int
+    block_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +78,6 @@ class Exchange(Record):
     block_nbytes: int
     pairs: tuple[Pair, ...]
     all_to_all: Together
-    all_reduce: Together | None = None
     slow: tuple[str, ...] = ()
 
     def rates(self) -> dict[tuple[int, int], float]:
@@ -115,11 +102,10 @@ KEY = (
 class Measurement(Record):
     """Times of a computation, its checks, and the cluster that it was measured on.
 
-    `chunk_nbytes` is what ``--chunk-size`` asked for; of `n_chunks` chunks the `largest` has that
-    shape; `block_nbytes` goes from one worker to another. `devices` counts each GPU once, by its
-    UUID, however many workers share it. `moved` are the bytes that GB/s counts, if not those of the
-    array; `phases` parts of the time; `work` is the least that the hardware has to do and `rates`
-    what it can do in a second, both by the names of `RATES`.
+    `chunk_nbytes` is what ``--chunk-size`` asked for; `largest` the shape of the largest of
+    `n_chunks` chunks. `devices` counts each GPU once, however many workers share it. `moved` are
+    the bytes that GB/s counts, if not those of the array; `work` is the least that the hardware has
+    to do and `rates` what it can do in a second, both by the names of `RATES`.
     """
 
     workload: str
@@ -163,10 +149,9 @@ class Measurement(Record):
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize if self.shape else 0
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> str:
         """Return what identifies the measurement, by `KEY`."""
-        values = (getattr(self, name) for name in KEY)
-        return tuple(tuple(sorted(v.items())) if isinstance(v, dict) else v for v in values)
+        return json.dumps([getattr(self, name) for name in KEY], sort_keys=True)
 
     @property
     def median(self) -> float:

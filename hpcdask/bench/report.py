@@ -1,8 +1,4 @@
-"""Report: results of the bench as one page that opens anywhere, without a network.
-
-What Bokeh needs for the charts is in the file. Importing this imports Bokeh, which takes half a
-second.
-"""
+"""Report: results of the bench as one page that opens anywhere, without a network."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from bokeh.transform import log_cmap
 from dask.utils import format_time
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from hpcdask.bench.exchange import all_reduce_line, kinds_of_pairs
+from hpcdask.bench.exchange import kinds_of_pairs
 from hpcdask.bench.measurement import RATES, Exchange, Measurement
 from hpcdask.logs import plural, some
 
@@ -39,10 +35,7 @@ MAX_NUMBERED = 16
 
 
 def html(found: Sequence[Measurement], command: str = "") -> str:
-    """Return the report of one run as HTML: one page, which loads nothing from anywhere.
-
-    What has no data has no section. Without scripts, as in a mail, the tables and texts stay.
-    """
+    """Return the report of one run as HTML: one page, which loads nothing from anywhere."""
     plots = {"times": times(found)}
     if phased := [one for one in found if one.phases]:
         plots["phases"] = phases(phased)
@@ -79,12 +72,10 @@ def html(found: Sequence[Measurement], command: str = "") -> str:
         ],
         exchange=exchange,
         kinds_of_pairs=kinds_of_pairs(exchange) if exchange else "",
-        all_reduce=all_reduce_line(exchange) if exchange else "",
     )
 
 
 def _facts(one: Measurement) -> list[str]:
-    """Return lines on workers, hosts and protocols, the date, and versions."""
     workers = f"{plural(one.workers, 'worker')}, {plural(one.threads, 'thread')}"
     protocols = " and ".join(PROTOCOLS.get(name, name) for name in one.protocols)
     return [
@@ -98,8 +89,7 @@ def _facts(one: Measurement) -> list[str]:
 def _verdict(found: Sequence[Measurement]) -> tuple[str, list[str]]:
     """Return how near workloads come to their limits, or "", and what to look at.
 
-    That is slow pairs, problems of GPUs, workloads far from their limits. Plain forms, which are
-    there for comparison, count only if there are no others.
+    Plain forms, which are there for comparison, count only if there are no others.
     """
     limited = [(one, one.limit) for one in found if one.limit]
     judged = [(one, limit) for one, limit in limited if one.form != "stock"] or limited
@@ -204,8 +194,8 @@ def heat_map(found: Exchange) -> Any:
 def _rows_figure(labels: Iterable[str], **how: Any) -> Any:
     """Make an empty figure with a row for each label, the first at the top."""
     rows = list(dict.fromkeys(labels))[::-1]
+    how |= {"sizing_mode": "stretch_width", "min_width": 320}
     plot = _figure(y_range=rows, x_axis_label="seconds", **how)
-    plot.sizing_mode, plot.min_width = "stretch_width", 320
     plot.ygrid.grid_line_color = None
     return plot
 
@@ -221,9 +211,8 @@ def _finish(plot: Any, n_rows: int, tooltips: list[tuple[str, str]]) -> Any:
 
 
 def _figure(**how: Any) -> Any:
-    plot = figure(tools="hover,save", toolbar_location="right", **how)
+    plot = figure(tools="hover,save", toolbar_location="right", outline_line_color=None, **how)
     plot.toolbar.logo = None
-    plot.outline_line_color = None
     return plot
 
 

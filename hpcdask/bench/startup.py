@@ -6,7 +6,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+
+import psutil
 
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.measurement import Measurement
@@ -21,7 +22,7 @@ LAUNCHERS = {
 LAUNCHER_DONE = "launcher done"
 #: Seconds that this process took before it became the runner: the bench's own imports.
 AHEAD = "HPCDASK_BENCH_AHEAD"
-#: What ends with each event; those before the first fork are paid once per rank.
+#: Phases, by the event that ends each; those before the first fork are paid once per rank.
 PHASES = {
     LAUNCHER_DONE: "launcher",
     "distributed imported": "interpreter, imports",
@@ -36,8 +37,6 @@ PHASES = {
 #: Events without which a worker was not started by hpcdask.
 NEEDED = {"worker forked", "registered", "warm"}
 
-Marks = Sequence[tuple[float, str]]
-
 
 def run_startup(cluster: Cluster) -> Measurement:
     """Measure the start of a cluster, after the fact, of workers that hpcdask started.
@@ -45,11 +44,7 @@ def run_startup(cluster: Cluster) -> Measurement:
     The seconds are from the start of the launcher's process, or else of the rank, to the
     registration of the slowest worker; the phases are medians over the workers.
     """
-    # the latest of each event counts
-    found = {
-        worker: {event: seconds for seconds, event in told}
-        for worker, told in cluster.client.run(_marks).items()
-    }
+    found = cluster.client.run(_marks)
     if strange := [worker for worker, times in found.items() if not times.keys() >= NEEDED]:
         raise WorkloadError(
             f"{len(strange)} workers do not know when they were launched, {strange[0]} among them: "
@@ -62,27 +57,24 @@ def run_startup(cluster: Cluster) -> Measurement:
             parts[PHASES[event]].append(times[event] - before)
             before = times[event]
     ready = [times["registered"] for times in found.values()]
-    warm = max(times["warm"] for times in found.values())
     return Measurement(
         workload="startup",
         seconds=(max(ready),),
         phases={phase: statistics.median(each) for phase, each in parts.items() if each},
-        result={"first_ready": min(ready), "warm": warm},
+        result={"first_ready": min(ready), "warm": max(each["warm"] for each in found.values())},
         checks=(Check("workers that registered", len(ready), len(cluster.workers), 0),),
         **cluster.describe(),
     )
 
 
-def _marks() -> Marks:
-    """Return this worker's marks, in seconds since its launcher started; runs on workers."""
-    import psutil
-
+def _marks() -> dict[str, float]:
+    """Return the last of this worker's events, in seconds since its launcher started."""
     started = float(os.environ.get(STARTED, "nan"))
     above = psutil.Process().parents()
     launched = min((_began(p.pid) for p in above if p.name() in LAUNCHERS), default=started)
     before = max(0.0, started - launched - float(os.environ.get(AHEAD, "0")))
-    first = [(before, LAUNCHER_DONE)] if before else []
-    return [*first, *((before + seconds, event) for seconds, event in marks)]
+    first = {LAUNCHER_DONE: before} if before else {}
+    return first | {event: before + seconds for seconds, event in marks}
 
 
 def age() -> float:

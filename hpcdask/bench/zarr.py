@@ -40,10 +40,10 @@ def run_zarr(
     component: str | None = None,
     repeats: int = 3,
 ) -> Measurement:
-    """Measure "load, filter, normalise, decompose", and its parts alone.
+    """Measure "load, filter, normalise, decompose", and loading alone.
 
-    What is at ``path`` is read; otherwise a store of ``nbytes`` is made there and stays. None is a
-    temporary one. There is no limit: what a file system can do is not measured.
+    The store at ``path`` is read; if there is none, one of ``nbytes`` is made and stays. None is a
+    temporary store. There is no limit: what a file system can do is not measured.
     """
     how: dict[str, Any] = {"n_slots": cluster.n_slots, "device": cluster.device}
     how["component"] = component

@@ -30,7 +30,7 @@ _requests: set[asyncio.Future[Any]] = set()
 
 
 class BaseCluster(Cluster):
-    """Cluster of jobs, with what it shows; `_folder` is None before the start."""
+    """Cluster of jobs, with its views; `_folder` is None before the start."""
 
     _folder: ClusterFolder | None = None
 
@@ -80,18 +80,14 @@ class BaseCluster(Cluster):
         return self._ready().__await__()
 
     def _request(self, name: str, work: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """Do the work of a method, and wait for its end outside of event loops.
-
-        In an event loop the work begins also if nobody awaits the future that this returns; a line
-        tells of its failure.
-        """
+        """Start a method's work; wait for its end, or in an event loop return a future."""
         if not self.asynchronous:
             try:
                 return self.sync(work, *args, **keywords)
             except HpcdaskError as error:
                 raise error.with_traceback(None) from None  # the event loop's tells nothing
 
-        def tell(task: asyncio.Future[Any]) -> None:
+        def tell(task: asyncio.Future[Any]) -> None:  # nobody may await it
             _requests.discard(task)
             if not task.cancelled() and (error := task.exception()):
                 complain(f"{name}: {error}")
@@ -102,14 +98,11 @@ class BaseCluster(Cluster):
         return task
 
     async def _wait_for_workers(self, n_workers: int = 0, timeout: Any = None) -> None:
-        """Wait for workers, or raise why they will not come; a wait that is too long tells of jobs.
-
-        Its name is that of distributed's method, which `Cluster.wait_for_workers` calls.
-        """
+        """Wait for workers, or raise why they will not come; name the jobs after a timeout."""
         waiting = asyncio.ensure_future(super()._wait_for_workers(n_workers, timeout))
         try:
             while not waiting.done():
-                if (failure := await self._why_not(n_workers)) is not None:
+                if (failure := await self.too_few(n_workers)) is not None:
                     raise failure
                 await asyncio.wait([waiting], timeout=0.1)
             await waiting
@@ -120,7 +113,7 @@ class BaseCluster(Cluster):
             waiting.cancel()
 
     @abstractmethod
-    async def _why_not(self, n_workers: int) -> HpcdaskError | None:
+    async def too_few(self, n_workers: int) -> HpcdaskError | None:
         """Return why there will not be so many workers; None if they may come."""
 
     # What it shows

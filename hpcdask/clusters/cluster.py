@@ -1,8 +1,4 @@
-"""A Dask cluster whose workers are jobs of a queueing system.
-
-It inherits from `distributed.deploy.Cluster`, which brings adaptive scaling, the widget and the
-link to the dashboard, and leaves the jobs to a `Controller`.
-"""
+"""A Dask cluster whose workers are jobs of a queueing system, kept by a `Controller`."""
 
 from __future__ import annotations
 
@@ -139,7 +135,7 @@ class JobCluster(BaseCluster):
     # Start and end
 
     def take_folder(self, folder: ClusterFolder) -> None:
-        """Live in this folder, which was made for the cluster, and under its name."""
+        """Take a folder that was made for the cluster, and its name."""
         self._folder, self.id = folder, folder.name
 
     async def _start(self) -> None:
@@ -322,15 +318,11 @@ class JobCluster(BaseCluster):
         limits = self.limits()
         return sum(limits[name] for name, one in self._groups.items() if one.failure is None)
 
-    def too_few(self, n_workers: int) -> HpcdaskError | None:
-        """Return why there will not be so many workers; None if they may come."""
+    async def too_few(self, n_workers: int) -> HpcdaskError | None:
         working = [one for one in self._groups.values() if one.failure is None]
         workers = self.scheduler.workers.values() if self.scheduler else ()
         left = {name for one in working for name in one.names()} | {str(ws.name) for ws in workers}
         return self.failure if not working or len(left) < n_workers else None
-
-    async def _why_not(self, n_workers: int) -> HpcdaskError | None:
-        return self.too_few(n_workers)
 
     def adapt(  # type: ignore[override]
         self,
@@ -357,13 +349,11 @@ class JobCluster(BaseCluster):
         Parameters
         ----------
         minimum, maximum
-            Bound in workers. Default: 0, and no maximum.
+            Bounds in workers. Default: 0, and no maximum.
         minimum_jobs, maximum_jobs
-            Bound in jobs.
-        minimum_memory, maximum_memory
-            Bound in host memory of all workers together.
-        minimum_cores, maximum_cores
-            Bound in threads of all workers together.
+            Bounds in jobs.
+        minimum_memory, maximum_memory, minimum_cores, maximum_cores
+            Bounds in host memory and in threads of all workers together.
         interval, wait_count
             Time between two looks (default 1 s), and looks in a row at which a worker is idle
             before it leaves (default 3): their product is the time that idle workers stay.

@@ -106,7 +106,7 @@ class Controller:
     # What the cluster asks
 
     def start(self) -> None:
-        """Begin to watch. Nothing is asked of the queue before there is a job."""
+        """Begin to watch. The queue is not asked before there is a job."""
         retire.ignore_removed(self.scheduler)
         self.scheduler.add_plugin(WorkerEvents(self))
         for work in (self._act(), self._query(), self._report()):
@@ -177,21 +177,19 @@ class Controller:
 
     async def _query(self) -> None:
         """Query the queue about all jobs, one interval apart, or more while it does not answer."""
-        failed, due = 0, 0.0
+        failed = 0
         while True:
-            await asyncio.sleep(self.poll_interval_s)
+            pause_s = min(BACK_OFF_S, self.poll_interval_s * 2 ** min(failed, 10))
+            await asyncio.sleep(max(self.poll_interval_s, pause_s))
             self.wake()  # for what is put off, and for Dask tasks that would wait for ever
-            ids = self._live()
-            if not ids or time.monotonic() < due:
+            if not (ids := self._live()):
                 continue
             try:
                 self.observe(set(ids), await self.ask(ids))
-                failed, due = 0, 0.0
+                failed = 0
                 self.clear_warnings("query")
             except Exception as error:  # an answer that makes no sense may be any exception
                 failed += 1
-                pause = self.poll_interval_s * (2 ** min(failed, 10) - 1)
-                due = time.monotonic() + min(pause, BACK_OFF_S)
                 unknown = "What the jobs do is unknown until it answers"
                 self.warn("query", f"{_words(error)}. {unknown}")
 
@@ -208,7 +206,7 @@ class Controller:
         return seen
 
     def observe(self, asked: Collection[str], seen: dict[str, QueueStatus]) -> None:
-        """Fold in the queue's answer and which workers there are."""
+        """Fold in the queue's answer and the connected workers."""
         for group in self.groups.values():
             group.observe(asked, seen)
         self._reporting.set()

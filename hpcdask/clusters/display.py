@@ -56,7 +56,8 @@ class JobTable(tuple[Job, ...]):
         shown = {job.id for job in first}
         rows = [COLUMNS, *(_row(job) for job in self if job.id in shown)]
         more = f"… {len(self) - ROWS} more" if len(self) > ROWS else ""
-        return [row if any(job.group for job in self) else row[1:] for row in rows], more
+        ungrouped = not any(job.group for job in self)
+        return [row[ungrouped:] for row in rows], more
 
     def __repr__(self) -> str:
         rows, more = self._shown()

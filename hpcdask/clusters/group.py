@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.scheduler import TaskState, WorkerState
 
-from hpcdask.errors import HpcdaskError, NoAnswer, QueueError, Refused, root_cause
+from hpcdask.errors import HpcdaskError, NoAnswer, NotHere, QueueError, Refused, root_cause
 from hpcdask.jobs.state import OVER, JobState, lasting
 from hpcdask.queues.job_state import QueueStatus
 from hpcdask.spec.job import parse_worker_name
@@ -94,11 +94,11 @@ class Group:
         return [job.id for job in self.jobs.values() if job.state not in OVER]
 
     def active(self) -> list[Job]:
-        """Return the jobs that are there or asked for, and are to stay."""
+        """Return the jobs that are to stay."""
         return [job for job in self.jobs.values() if job.counts]
 
     def names(self) -> list[str]:
-        """Return a name for each worker that is there or asked for, and is to stay."""
+        """Return a name for each worker that is to stay, or that no job was submitted for yet."""
         names = [name for job in self.active() for name in worker_names(self.prefix, job)]
         missing = self.wanted * self.size - len(names)
         return names + [f"{self.prefix}-unsubmitted-{number}" for number in range(missing)]
@@ -160,7 +160,7 @@ class Group:
     # What the controller asks
 
     def observe(self, asked: Collection[str], seen: Mapping[str, QueueStatus]) -> None:
-        """Fold in the queue's answer and which workers there are."""
+        """Fold in the queue's answer and the connected workers."""
         now, closing = time.time(), self.controller.closing
         workers = self.connected()
         copies = {copy for job_id in seen.keys() & self.jobs for copy in seen[job_id].copies}
@@ -279,9 +279,14 @@ class Group:
 
     async def _submit_once(self, count: int) -> None:
         queue, folder = self.controller.queue, self.controller.folder
-        if self._unanswered:
-            await self._adopt(self.jobs)
-        largest = self._largest or max(1, await queue.limit())
+        try:
+            if self._unanswered:
+                await self._adopt(self.jobs)
+            largest = self._largest or max(1, await queue.limit())
+        except NotHere:
+            raise
+        except QueueError as error:  # nothing was asked of it yet, so that it may be tried again
+            raise NoAnswer(str(error)) from error
         # the shared file system may be slow
         submission = await asyncio.to_thread(folder.new_submission, self.name)
         before, count = set(self.jobs), min(count, largest, self.wanted - len(self.active()))
@@ -304,10 +309,7 @@ class Group:
             await asyncio.to_thread(submission.record, ids)
 
     async def _adopt(self, known: Collection[str]) -> int:
-        """Add the jobs that a command without an answer made, and return their number.
-
-        Raises QueueError when the queue does not say.
-        """
+        """Add the jobs that a command without an answer made, and return their number."""
         tagged = await self.controller.queue.tagged()
         mine = [job_id for job_id, tag in tagged.items() if tag == f"hpcdask:{self.prefix}"]
         if found := [job_id for job_id in mine if job_id not in known]:

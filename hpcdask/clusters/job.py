@@ -61,7 +61,7 @@ class Job(Record):
 
     @property
     def counts(self) -> bool:
-        """Return whether it is not over and is to stay; others come for those that expire."""
+        """Return whether the job is to stay; others come for those that expire."""
         ends = self.cancelled or self.leaving or self.expiring
         return not (ends or self.state in OVER)
 
@@ -231,10 +231,7 @@ def _put_back(job: Job, seen: QueueStatus | None, connected: bool) -> bool:
 def _conclude(
     job: Job, seen: QueueStatus | None, answer: QueueStatus | None, asked: bool
 ) -> JobState:
-    """Return the state of a job that is not over: the queue's last word and its workers, folded.
-
-    An `answer` is what the queue says of the job's present life.
-    """
+    """Return the state of a job that is not over, by `answer` on its present life and workers."""
     if len(job.workers) >= job.size:
         return JobState.RUNNING
     if answer is None:

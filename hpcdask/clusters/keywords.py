@@ -1,8 +1,7 @@
 """Keywords of the cluster classes, with types and texts, and the values that they take.
 
-A class names one of the dicts here. From it come what type checkers and editors know, the class's
-signature and docstring, and the names that its configuration may have. None stands for a value that
-nobody gave.
+Signatures, docstrings and names in the configuration come from the dicts here. None stands for a
+value that nobody gave.
 """
 
 from __future__ import annotations

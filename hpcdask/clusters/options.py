@@ -1,7 +1,7 @@
 """Options of a cluster, from the keywords of its class: read and checked once, before it exists.
 
-What is not given comes from dask-jobqueue's configuration (``jobqueue.slurm.*`` and so on), as with
-its own classes, in which the keywords of hpcdask may stand too (``jobqueue.slurm.poll-interval``).
+What is not given comes from dask-jobqueue's configuration, such as ``jobqueue.slurm``, which may
+have the keywords of hpcdask too.
 """
 
 from __future__ import annotations
@@ -208,10 +208,7 @@ def read_job_options(
 
 
 class _Reader:
-    """Reader of jobs' keywords, with a system's queue, its Job class and its configuration.
-
-    `site` is the configuration by keyword, without what one process or cluster alone may say.
-    """
+    """Reader of jobs' keywords; `site` is those of the configuration."""
 
     def __init__(self, queue: Queue, config_name: str | None = None) -> None:
         self.queue = queue
@@ -407,10 +404,7 @@ def _local_queue(settings: Mapping[str, Any]) -> tuple[Queue, dict[str, Any]]:
 
 
 def _read_scheduler(settings: Mapping[str, Any], *, local: bool, on_node: bool) -> dict[str, Any]:
-    """Return the keywords of the scheduler, with the address at which it listens.
-
-    Raises UsageError if this machine lacks its interface, unless it will run `on_node`.
-    """
+    """Return the scheduler's keywords, with its address; raise UsageError if that is not here."""
     chosen = dict(settings.get("scheduler_options", {}))
     if "host" in chosen:
         return chosen

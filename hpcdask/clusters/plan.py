@@ -1,8 +1,6 @@
 """Pure decisions: what to submit, cancel, retire or give up, from what is wanted and seen.
 
-`record` counts in a `History` what `observe` says about failures; `plan` compares all jobs with the
-number that is wanted. The caller carries out the `Actions`, marks the jobs (`cancelled`, `leaving`)
-and adds the new ones before it plans again.
+The caller of `plan` marks the jobs (`cancelled`, `leaving`) and adds new ones before the next call.
 """
 
 from __future__ import annotations
@@ -141,11 +139,7 @@ def plan(
 
 
 def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> list[Job]:
-    """Return the jobs to end when there are too many: waiting, then starting, then idle ones.
-
-    The last to be submitted goes first. Lost and unknown jobs are left until it is clear what they
-    are.
-    """
+    """Return surplus jobs: waiting, starting, then idle ones, the youngest first; no lost ones."""
     idle = [job for job in reversed(counting) if not job.workers]
     waiting = [job for job in idle if job.state in WAITING]
     starting = [job for job in idle if job.state is JobState.STARTING]

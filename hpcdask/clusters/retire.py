@@ -1,7 +1,6 @@
 """Requests to the scheduler, in the same event loop, when workers come to their end.
 
-They stand on what distributed's `retire_workers` and timeouts use; the comments name what of that
-is not documented, and ``tests/jobs/test_retire.py`` notices when it moves.
+The comments name what distributed does not document; ``tests/jobs/test_retire.py`` has all of it.
 """
 
 from __future__ import annotations
@@ -24,14 +23,9 @@ WAITING = ("no-worker", "queued")
 
 
 def ignore_removed(scheduler: Scheduler) -> None:
-    """Ignore requests of workers that the scheduler has just removed.
-
-    A request for where results are, on its way when the worker was removed, breaks in its handler.
-    """
+    """Ignore requests that were on their way when their worker was removed: the handler breaks."""
     name = "request-refresh-who-has"
-    answer = scheduler.stream_handlers.get(name)
-    if answer is None:
-        return
+    answer = scheduler.stream_handlers[name]
 
     def answer_connected(*, worker: str, **request: Any) -> None:
         if worker in scheduler.stream_comms:
@@ -65,8 +59,8 @@ async def force_out(
 ) -> None:
     """Remove workers at once; Dask computes elsewhere what they hold or run.
 
-    Unless the end is `expected`, it counts as a failure of the Dask tasks that run there, so that
-    distributed's ``allowed-failures`` bounds how often a Dask task begins again.
+    An end that is not `expected` counts as a failure of the Dask tasks that run there, which
+    distributed's ``allowed-failures`` bounds.
     """
     stimulus_id = f"hpcdask-force-out-{reason}-{time()}"
     leaving = _workers(scheduler, names)
@@ -147,10 +141,7 @@ def _release_waiting(scheduler: Scheduler, ws: WorkerState, stimulus_id: str) ->
 
 
 async def _drain(scheduler: Scheduler, addresses: Collection[str], deadline: float) -> set[str]:
-    """Copy elsewhere what only these workers hold; return those for which that is done.
-
-    They take no new Dask tasks from then on.
-    """
+    """Give workers no new Dask tasks, and copy what only they hold; return those that are done."""
     if not addresses:
         return set()
     retire_workers = type(scheduler).retire_workers

@@ -1,8 +1,7 @@
 """Reference computations with a known answer, as dask.array programs that know only dask.
 
-What the programs share lives here. The client often has no GPU (a login node), so a graph carries
-NumPy metas and plain functions, and CuPy is imported only inside functions that run on workers;
-results leave the workers as NumPy arrays, so that the client can read them.
+The client often has no GPU, so graphs carry NumPy metas, CuPy is imported only in functions that
+run on workers, and results leave the workers as NumPy arrays.
 """
 
 from __future__ import annotations
@@ -93,17 +92,13 @@ def client_cupy() -> Any:
     try:
         import cupy
 
-        if cupy.cuda.runtime.getDeviceCount():
-            return cupy
-        reason = "this process sees no CUDA device"
-    except ImportError as exc:
-        reason = f"CuPy is missing here ({exc})"
+        cupy.cuda.runtime.getDeviceCount()  # raises where there is none
     except Exception as exc:  # CUDARuntimeError exists only where CuPy does
-        reason = str(exc)
-    raise WorkloadError(
-        f"plain dask.array on CuPy builds arrays on a GPU of the client: {reason}; "
-        "run it where the client has a GPU"
-    )
+        raise WorkloadError(
+            f"plain dask.array on CuPy builds arrays on a GPU of the client ({exc}): run it where "
+            "the client has CuPy and a GPU"
+        ) from exc
+    return cupy
 
 
 def to_host(block: Any) -> np.ndarray[Any, np.dtype[Any]]:
@@ -123,8 +118,7 @@ def slab_rows(
     """Cut rows into slabs of full width: few, even, and enough for every worker thread.
 
     The least number within ``max_nbytes`` that gives every slot ``per_slot`` slabs above 1 MiB, as
-    a multiple of the slots. All but the last have a multiple of ``multiple`` rows, which is the
-    least.
+    a multiple of the slots. All but the last have a multiple of ``multiple`` rows.
     """
     if n_rows < 1 or n_slots < 1 or max_nbytes < 1:
         raise WorkloadError("rows, slots and slab size must be positive")
@@ -155,10 +149,7 @@ def sum_of_chunks(
 
 
 def count_tasks(*collections: Any) -> int:
-    """Count the Dask tasks that ``client.compute([*collections])`` makes the scheduler run.
-
-    Aliases and the last step, which puts chunks together, count; what is on the workers does not.
-    """
+    """Count the Dask tasks that ``client.compute([*collections])`` makes the scheduler run."""
     # as Client.compute() does; dask.optimize() takes the collections one by one and repeats tasks
     expr = FinalizeCompute(collections_to_expr(collections)).optimize()
     graph = convert_legacy_graph(expr.__dask_graph__())

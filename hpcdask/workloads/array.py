@@ -91,19 +91,14 @@ def check(name: str, result: Any, n: int) -> list[Check]:
     return [Check(name, result.item(), expected, 6 * error)]
 
 
-def work(name: str, n: int, n_workers: int = 1) -> dict[str, float]:
+def work(name: str, n: int) -> dict[str, float]:
     """Return the least that hardware has to do, by the names of `hpcdask.bench.measurement.RATES`.
 
-    Each number is written and read, of the sum a quarter is read. Of ``matmul``, one of W workers
-    computes 1/W of a triangle in products of whole rows, which needs n/√W rows at least, and holds
-    n/W of them.
+    Each number is written and read; the sum reads a quarter. ``matmul`` computes a triangle.
     """
     read = 1 / 4 if name == "sum" else 1.0
     least = {"memory": (1 + read) * ITEM_NBYTES * n**2, "random": float(n**2)}
-    if name == "matmul":
-        least["matrix_float64"] = float(n**2 * (n + 1))
-        least["link"] = ITEM_NBYTES * n**2 * (math.sqrt(n_workers) - 1)
-    return least
+    return least | ({"matrix_float64": float(n**2 * (n + 1))} if name == "matmul" else {})
 
 
 # --- the tuned sum --------------------------------------------------------------------------------

@@ -5,10 +5,9 @@ https://blog.dask.org/2020/05/13/large-svds). A row is a variant, a column a sam
 many copies of an allele the sample has: 0, 1, 2, or 3 where that is missing.
 
 The normalisation is that of Patterson, Price and Reich, PLoS Genetics 2 (2006), e190, equation 3,
-with missing genotypes at the mean of their variant: less the mean, divided by the square root of
-2p(1 - p) with the allele's frequency p, which is the standard deviation in equilibrium. (The paper
-divides by √(p(1 - p)); that multiplies all singular values by √2.) A variant that is filtered is a
-row of zeros: it adds nothing to the singular vectors of samples, and shapes stay known.
+with missing genotypes at the mean of their variant: less the mean, divided by √(2p(1 - p)) with the
+allele's frequency p. (The paper divides by √(p(1 - p)).) A variant that is filtered is a row of
+zeros: it adds nothing to the singular vectors of samples, and shapes stay known.
 
 Made-up genotypes follow Balding and Nichols, Genetica 96 (1995), 3-12: populations whose allele
 frequencies scatter around an ancestral one, by a beta distribution of a given FST.
@@ -38,12 +37,10 @@ FST, MEAN_MISSING = 0.1, 0.03
 
 
 class Structure(NamedTuple):
-    """Population structure, from `population_structure`.
+    """Population structure: k singular values, coordinates of the samples on k axes, (k, samples).
 
-    ``s`` are k singular values, float64: the variance along axis i is ``s[i] ** 2`` over the number
-    of variants kept. ``v`` are coordinates of the samples on k axes of unit length, (k, samples).
-    ``variants``, int64: those kept, those dropped because too many samples miss them, and of the
-    others those dropped as too rare; reading is shared if it is computed along with the others.
+    ``variants`` are the numbers kept, dropped because too many samples miss them, and dropped as
+    too rare. Computed together, all three share one reading.
     """
 
     s: da.Array
@@ -178,17 +175,15 @@ def write_genotypes(
 ) -> tuple[Any, da.Array]:
     """Make a Zarr store of genotypes (variants, samples) in chunks of so many rows.
 
-    Its chunks are written when the first result is computed; the second is the sum of all
-    genotypes, uint64. Allele frequencies are up to 0.5, populations differ by an FST of 0.1, and
-    3 % are missing: the same on any cluster.
+    Computing the first result writes the chunks; the second is the sum of all genotypes.
     """
     zarr = zarr_module()
     # lz4 is read faster than zstd, zarr's default
     codec = importlib.import_module("zarr.codecs").BloscCodec(cname="lz4", shuffle="bitshuffle")
     how: dict[str, Any] = {"fill_value": MISSING, "compressors": codec, "dtype": "uint8"}
+    how |= {"shape": shape, "chunks": (rows, shape[1])}
     try:
-        chunks = (rows, shape[1])
-        array = zarr.create_array(os.path.abspath(path), shape=shape, chunks=chunks, **how)
+        array = zarr.create_array(os.path.abspath(path), **how)
     except (OSError, ValueError) as exc:
         raise WorkloadError(f"{path} cannot be made: {exc}") from exc
     draw = functools.partial(_draw, n_populations=n_populations, seed=seed)
@@ -198,7 +193,6 @@ def write_genotypes(
 
 
 def _draw(*, n_populations: int, seed: int, block_info: Any) -> NDArray[np.uint8]:
-    """Draw the genotypes of some variants."""
     number, shape = block_info[None]["chunk-location"][0], block_info[None]["chunk-shape"]
     rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed, spawn_key=(number,))))
     ancestral, spread = rng.uniform(1e-4, 0.5, (shape[0], 1)), (1 - FST) / FST

@@ -1,12 +1,8 @@
 """Genotypes, four to the byte: packing, unpacking, and float16 products on a GPU.
 
-The matrix of the Dask blog's "Large SVDs" (May 2020, https://blog.dask.org/2020/05/13/large-svds)
-has the values 0 to 3, two bits each, and the layout is the blog's. Value j of a row is in bits
-``2 * (j % 4)`` of byte ``j // 4`` of the packed row; the last byte is filled up with zeros. A
-quarter of the memory is held, moved and read: `hpcdask.workloads.svd.svd_rows` unpacks a tile of
-rows at a time.
-
-Blocks are NumPy or CuPy arrays, and what comes back is of the same library.
+The layout is that of the Dask blog's "Large SVDs" (May 2020,
+https://blog.dask.org/2020/05/13/large-svds): value j of a row is in bits ``2 * (j % 4)`` of byte
+``j // 4`` of the packed row. Blocks are NumPy or CuPy arrays; results are of the same library.
 """
 
 from __future__ import annotations
@@ -73,8 +69,8 @@ def _words() -> NDArray[np.uint32]:
 def pack_array(x: da.Array) -> da.Array:
     """Pack an array of integers 0 to 3, (..., n), chunk by chunk: uint8, (..., ceil(n / 4)).
 
-    One Dask task per chunk, which raises WorkloadError for other values. All chunks along the last
-    axis but the last are multiples of 4, or that is a WorkloadError at once, as are other types.
+    Raise WorkloadError unless chunks of the last axis, but the last, are multiples of 4; other
+    values than 0 to 3 raise it on the workers.
     """
     check_dask(x)
     _check_kind(x)

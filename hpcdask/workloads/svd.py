@@ -8,9 +8,6 @@ As in the CholeskyQR family (Yamamoto, Nakatsukasa, Yanagisawa, Fukaya, ETNA 44 
 comes from the Gram matrix G = YᵀY: Q = YT with TᵀGT = 1, and B = TᵀZᵀ with Z = AᵀY. Both sums,
 G and Z, come from one reading of A and one Dask task per chunk. So A may be a stream; the error is
 eps (σ₁/σₖ)²: in float64, singular values down to 1e-6 σ₁ are resolved.
-
-T comes from the eigenvectors of G scaled to unit diagonal rather than from a Cholesky factor,
-because they tell how well G is conditioned, and leave what can be resolved.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ ALIGNED_COLUMNS = 32
 TOLERANCE = 1e-3
 STOCK_CHUNKS = (20_000, 5_000)
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
-#: A GPU multiplies 4 GB of bytes in the time of ten Dask tasks: little data is in few chunks.
+#: A GPU multiplies 4 GB in the time of ten Dask tasks: little data is in few chunks.
 CHUNKS_PER_SLOT: dict[Device, int] = {"cuda": 1, "cpu": SLABS_PER_SLOT}
 # Of the floats that a tile of rows becomes: bounds the scratch memory, and keeps a CPU in its cache
 TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 30, "cpu": 1 << 22}
@@ -84,7 +81,7 @@ def planted(
 ) -> tuple[da.Array, Floats]:
     """Make a uint8 matrix of known singular values, chunk by chunk on the workers; return both.
 
-    It is constant on ``rank`` x ``rank`` rectangles, with values from a small matrix C, so the
+    Its ``rank`` x ``rank`` rectangles are constant, with values from a small matrix C, so the
     singular values are those of diag(√rows) C diag(√columns). ``packed``: 0 to 3, four in a byte.
     ``library`` is that of the graph's meta: CuPy takes a GPU on the client.
     """
@@ -104,7 +101,7 @@ def planted(
 
 def _core(rank: int, packed: bool) -> NDArray[np.uint8]:
     """Return a matrix of full rank, condition below twenty, distinct singular values."""
-    if packed:  # triangular, with singular values from 2.5 on
+    if packed:
         return (3 * np.eye(rank) + np.triu(np.ones((rank, rank)), 1)).astype(np.uint8)
     # a falling diagonal over small mixed values
     i, j = np.indices((rank, rank))
@@ -135,13 +132,7 @@ def _block(
 
 
 def check(
-    s: Floats,
-    v: Floats,
-    u_gram: Floats,
-    rows: Floats,
-    u_rows: Floats,
-    expected: Floats,
-    tolerance: float = TOLERANCE,
+    s: Any, v: Any, u_gram: Any, rows: Any, u_rows: Any, expected: Any, tolerance: float = TOLERANCE
 ) -> list[Check]:
     """Compare an SVD with its known singular values, by some rows of the matrix and of u.
 
@@ -212,25 +203,19 @@ def svd_rows(
     if work.name not in ("float32", "float64"):
         raise WorkloadError(f"dtype {work} is not accepted: float32 or float64")
     rows = Rows(n, work.name, device, prepare, packed_columns is not None)
-    how: dict[str, Any] = {"rows": rows, "width": _width(wanted, len(x), n), "seed": seed}
+    # A nearly square random matrix is badly conditioned, and one pass has that squared
+    side = min(len(x), n)
+    width = min(n, wanted if 2 * wanted <= side else max(wanted, 2 * side))
+    how: dict[str, Any] = {"rows": rows, "width": width, "seed": seed}
     # All indices are in the result, or dask would not fuse this with what makes x
-    sizes: dict[str, Any] = {"i": 1, "n": n + how["width"]}
-    new = {"new_axes": {"l": how["width"]}, "adjust_chunks": sizes}
+    sizes: dict[str, Any] = {"i": 1, "n": n + width}
+    new = {"new_axes": {"l": width}, "adjust_chunks": sizes}
     products = da.blockwise(_products, "inl", x, "in", **new, **how, **FREE_FORM)
     sums = products.sum(axis=0, split_every=SPLIT_EVERY)
     shape = {"adjust_chunks": {"a": 2 * n + 1, "b": k}}
     found = da.blockwise(_solve, "ab", sums, "ab", k=k, **shape, **how, **FREE_FORM)
     u = da.blockwise(_left, "ik", x, "in", found, "nk", rows=rows, **FREE_FORM)
     return u, found[-1], found[n:-1].T
-
-
-def _width(wanted: int, m: int, n: int) -> int:
-    """Return the number of random directions: not about as many as rows or columns.
-
-    A random matrix that is nearly square is badly conditioned, and one pass has that squared.
-    """
-    side = min(m, n)
-    return min(n, wanted if 2 * wanted <= side else max(wanted, 2 * side))
 
 
 def _check(x: da.Array, packed_columns: int | None, k: int) -> int:
@@ -242,10 +227,7 @@ def _check(x: da.Array, packed_columns: int | None, k: int) -> int:
         raise WorkloadError(f"x is {x.dtype}; integers, booleans and real floats are accepted")
     m, n = map(int, x.shape)
     if x.numblocks[1] != 1:
-        raise WorkloadError(
-            f"the columns of x are split into {x.numblocks[1]} chunks; they have to be of full "
-            "width: x = x.rechunk({1: -1})"
-        )
+        raise WorkloadError("chunks of x have to be of full width: x = x.rechunk({1: -1})")
     if packed_columns is not None:
         n = operator.index(packed_columns)
         n_bytes = packing.n_bytes(n)
@@ -265,11 +247,7 @@ def _check(x: da.Array, packed_columns: int | None, k: int) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """Conversion of the chunks of ``n`` columns on a device to floats.
-
-    They are multiplied in the float type ``work``; ``prepare`` is applied to each tile of rows;
-    ``packed`` chunks are 2-bit values, four in a byte.
-    """
+    """Conversion of chunks of ``n`` columns to floats, multiplied in the type ``work``."""
 
     n: int
     work: str
@@ -312,9 +290,8 @@ class Rows:
         if isinstance(tile, np.ndarray):  # else it could rewrite the chunk; CuPy cannot say so
             tile.flags.writeable = False
         tile = cast("Prepare", self.prepare)(tile)
-        dtype = getattr(tile, "dtype", None)
-        if dtype is None or tile.shape != shape or dtype.kind not in "buif":
-            found = type(tile).__name__ if dtype is None else f"{dtype} of shape {tile.shape}"
+        if tile.shape != shape or tile.dtype.kind not in "buif":
+            found = f"{tile.dtype} of shape {tile.shape}"
             raise WorkloadError(f"prepare returned {found}: it has to be real, of shape {shape}")
         check_unmasked(tile)
         return tile
@@ -366,7 +343,6 @@ def _omega(n: int, width: int, seed: int, work: str, device: Device) -> Any:
 
 
 def _left(blocks: list[Any], found: list[Any], *, rows: Rows) -> Floats:
-    """Return left singular vectors of a chunk."""
     (block,), xp = blocks, array_module(rows.device)
     _check_chunk(block, rows.device)
     right = xp.asarray(found[0][: rows.n])

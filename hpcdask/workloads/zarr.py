@@ -1,8 +1,7 @@
 """Matrices in Zarr stores, read by the workers as row chunks of full width.
 
-Stores are folders on a file system that client and workers share, in Zarr format 2 or 3. A chunk
-that a store does not have is one of fill values, by the Zarr specification: a file that was lost is
-no error here.
+Stores are folders on a file system that client and workers share, in Zarr format 2 or 3. By the
+Zarr specification, a chunk that a store lacks has fill values: a lost file is no error.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def find(path: str | os.PathLike[str], component: str | None = None) -> Any:
             "on a file system that client and workers share"
         ) from exc
     if isinstance(node, zarr.Group):
-        found = [item for _, item in node.members(max_depth=None) if isinstance(item, zarr.Array)]
+        found = (item for _, item in node.members(max_depth=None) if isinstance(item, zarr.Array))
         names = ", ".join(sorted(f"{item.path} {item.shape}" for item in found))
         raise WorkloadError(
             f"{name} is a group: say which of its arrays as component=...; its arrays: {names}"
@@ -77,15 +76,15 @@ def open_rows(
     n_slots
         Worker threads of the cluster.
     max_nbytes
-        Bound of a chunk, 4 GB on GPUs and 128 MB on CPUs; one row of the store's is the least.
+        Bound of a chunk, 4 GB on GPUs and 128 MB on CPUs.
     component
         Array in the store, if it is a group.
 
     Returns
     -------
     dask.array.Array
-        As stored in shape and dtype, in the byte order of the machine. Each chunk but the last is a
-        multiple of the store's high, so that no file is read twice. Building it needs no GPU.
+        The matrix in its shape and dtype, in the byte order of the machine, cut so that no file is
+        read twice. Building it needs no GPU.
 
     Raises
     ------

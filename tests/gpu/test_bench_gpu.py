@@ -88,19 +88,6 @@ def test_the_report_has_the_heat_map_and_the_gpus(gpus: list[Gpu], tmp_path: Pat
     assert "mean utilisation" in text
 
 
-def test_exchange_has_an_all_reduce_where_nccl_is_installed(gpus: list[Gpu]) -> None:
-    if len(gpus) < 2:
-        pytest.skip("a single GPU")
-    (line,) = bench("exchange", "--repeats", "3")
-    found = line["exchange"]["all_reduce"]
-    if "NCCL is not installed" in found["missing"]:
-        pytest.skip(found["missing"])
-    assert all(check["ok"] for check in line["checks"])
-    assert found["nbytes"] / max(found["seconds"]) > 1e9, found
-    assert len(found["seconds"]) == 3
-    print(found)
-
-
 def test_a_packed_matrix_is_not_unpacked_in_memory(gpus: list[Gpu]) -> None:
     packed = 10 * 10**9 * len(gpus)
     with most_used(gpus) as most:

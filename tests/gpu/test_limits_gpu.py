@@ -38,7 +38,6 @@ def test_rates_of_gpus(gpus: list[Gpu], tmp_path: Path, pool: list[str]) -> None
     told = json.loads(done.stdout.splitlines()[-1])
     rates, n = told["rates"], told["workers"]
     assert n == min(2, len(gpus))
-    assert ("link" in rates) == (n > 1)
     # Between the slowest GPU that CUDA 12 still runs on and several times the fastest.
     assert 5e10 < rates["memory"] / n < 5e13
     assert 1e8 < rates["random"] / n < 1e13

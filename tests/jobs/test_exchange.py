@@ -11,10 +11,9 @@ import dask
 import pytest
 from distributed import Client, LocalCluster
 
-from hpcdask.bench import command
+from hpcdask.bench import command, exchange
 from hpcdask.bench.cluster import inspect, wait
 from hpcdask.errors import ClusterError
-from hpcdask.workloads import exchange as workload
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def test_command_measures_a_cluster_of_three(client, capsys, repeats):
 
 def test_a_block_that_arrives_wrong_is_exit_code_1(client, capsys, monkeypatch):
     """The client expects blocks that no worker has."""
-    monkeypatch.setattr(workload, "first_item", lambda i, j, n: -1)
+    monkeypatch.setattr(exchange, "first_item", lambda i, j, n: -1)
     argv = ["--size", "8kB", "--repeats", "1", "--device", "cpu"]
     assert command.main(["exchange", *argv, "--alone"]) == 1
     assert "check failed: blocks that arrived wrong is 30, expected 0" in capsys.readouterr().err

@@ -56,9 +56,9 @@ def exchanged(names=("gpu1-0", "gpu1-1")):
         if i != j
     )
     slow = ("gpu1-1 to gpu1-0: slow",)
-    every, missing = Together((1.0,), 100, 10), Together(missing="no NCCL")
+    every = Together((1.0,), 100, 10)
     hosts = ("n0",) * len(names)
-    found = Exchange(tuple(names), hosts, 190 * 10**9, pairs, every, missing, slow)
+    found = Exchange(tuple(names), hosts, 190 * 10**9, pairs, every, slow)
     return replace(ONE, workload="exchange", form="stock", exchange=found)
 
 
@@ -141,7 +141,6 @@ def test_everything_is_told(whole):
         "60 % of generator speed",
         "5,861",
         "gpu1-1 to gpu1-0: slow",
-        "all-reduce left out: no NCCL",
         "87 %",
         "16.00 GiB",
     ):

@@ -306,8 +306,12 @@ def test_jobs_that_were_late_are_not_submitted_again(tmp_path: Path):
     assert door.asked == [4, 1]
 
 
-def test_while_it_is_not_known_whether_jobs_are_there_none_are_submitted(tmp_path: Path):
+@pytest.mark.parametrize("words", [NoAnswer("squeue hangs"), QueueError("squeue failed")])
+def test_while_it_is_not_known_whether_jobs_are_there_none_are_submitted(
+    tmp_path: Path, words: QueueError
+):
     door = Limited(100, error=NoAnswer("sbatch did not answer"))
+    door.words = words
 
     async def work(group: Group) -> None:
         for _ in range(3):

@@ -40,8 +40,8 @@ def limit(**work):
 
 def test_the_limit_is_the_largest_part_of_known_rate():
     assert str(limit(memory=200, random=30, matrix_float64=500)) == "75 % of generator speed"
-    assert limit(memory=200, link=1e9).by == "memory"
-    assert limit(link=5) is None
+    assert limit(memory=200, unknown=1e9).by == "memory"
+    assert limit(unknown=5) is None
 
 
 @pytest.fixture
@@ -50,7 +50,6 @@ def small(monkeypatch):
     monkeypatch.setattr(rates, "ROUND_S", 0.005)
     monkeypatch.setitem(rates.MAX_NBYTES, "cpu", 8 << 20)
     monkeypatch.setitem(rates.MATRIX_SIDE, "cpu", 128)
-    monkeypatch.setitem(rates.LINK_NBYTES, "cpu", 1 << 20)
 
 
 @pytest.mark.usefixtures("small")
@@ -58,14 +57,12 @@ def test_rates_of_a_cluster(client):
     # 32 MiB for each thread, and an eighth of that for buffers.
     cluster = replace(inspect(client, "cpu"), memory_nbytes=128 << 20)
     found = rates.measure(cluster)
-    assert list(found) == ["memory", "random", "matrix_float64", "matrix_float32", "link"]
+    assert list(found) == ["memory", "random", "matrix_float64", "matrix_float32"]
     # Any machine of today is within these.
     assert 1e8 < found["memory"] < 1e13
     assert 1e6 < found["random"] < 1e12
     assert 1e7 < found["matrix_float64"] < 1e15
     assert 1e7 < found["matrix_float32"] < 1e15
-    assert found["link"] > 1e6
-    assert "link" not in rates.measure(replace(cluster, workers=cluster.workers[:1]))
 
 
 def test_busy_workers_are_an_error(client, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
+from types import SimpleNamespace
 from typing import Any
 
 from distributed import Security
@@ -36,26 +37,6 @@ LOOK_PAUSE_S, CONNECT_S, ANSWER_S = 1.0, 10.0, 30.0
 LOOK_SHARE = 20
 #: Seconds that a scheduler's job has to start before an error says why it waits.
 START_TIMEOUT_S = 600.0
-
-
-class Adapting:
-    """Adaptive scaling of an attached cluster, which ``adapt`` returns.
-
-    In an event loop ``adapt`` returns at once, as distributed's does, and the object can be
-    awaited: JupyterLab's Dask extension does not wait, and reads the bounds.
-    """
-
-    def __init__(self, cluster: AttachedCluster, bounds: dict[str, Any]) -> None:
-        self.minimum, self.maximum = bounds.get("minimum"), bounds.get("maximum")
-        self._cluster = cluster
-        self._request = cluster._request("adapt", cluster._ask, "adapt", bounds)
-
-    def __await__(self) -> Any:
-        return self._request.__await__()
-
-    def stop(self) -> Any:
-        """End adaptive scaling; the workers stay."""
-        return self._cluster.stop_adapting()
 
 
 class AttachedCluster(BaseCluster):
@@ -212,14 +193,19 @@ class AttachedCluster(BaseCluster):
         return self._request("scale", self._ask, "scale", *args, **keywords)
 
     def adapt(self, **bounds: Any) -> Any:  # type: ignore[override]
-        """Make the number of workers follow the work; see `JobCluster.adapt`."""
-        return Adapting(self, bounds)
+        """Make the number of workers follow the work, until ``stop()`` of what this returns.
+
+        The keywords are those of `JobCluster.adapt`.
+        """
+        self._request("adapt", self._ask, "adapt", bounds)
+        known = {name: bounds.get(name) for name in ("minimum", "maximum")}  # for JupyterLab
+        return SimpleNamespace(**known, stop=self.stop_adapting)
 
     def stop_adapting(self) -> Any:
         """End adaptive scaling, which any attached notebook may have started."""
         return self._request("adapt", self._ask, "adapt", None)
 
-    async def _why_not(self, n_workers: int) -> HpcdaskError | None:
+    async def too_few(self, n_workers: int) -> HpcdaskError | None:
         if self._failure is None and self._seen.failure is not None:  # others may do
             await self._ask("status", n_workers=n_workers)
             return to_error(self._seen.too_few)  # type: ignore[no-any-return]

@@ -156,7 +156,14 @@ class Control:
                     f"with the one that made it"
                 )
             name, told, args, keywords = json.loads(request)
-            too_few = await getattr(self, f"on_{name}")(*args, **keywords)
+            self._used = time.monotonic()
+            if name == "scale":
+                await self.cluster.scale(*args, **keywords)
+            elif name == "adapt":  # or no longer; the workers stay
+                if self._adaptive is not None and args[0] is None:
+                    self._adaptive.stop()
+                self._adaptive = None if args[0] is None else self.cluster.adapt(**args[0])
+            too_few = await self.cluster.too_few(keywords.get("n_workers", 0))
             jobs, lines = self.cluster.jobs(), upstream.logged(self.cluster)
             status = Status(
                 list(jobs),
@@ -175,23 +182,6 @@ class Control:
             return {"status": json.dumps(status.to_json(), default=sorted)}
         except Exception as error:  # the notebook raises it
             return {"error": from_error(error)}
-
-    async def on_status(self, n_workers: int = 0) -> HpcdaskError | None:
-        """Return the reason why there will not be so many workers; None if they may come."""
-        self._used = time.monotonic()
-        return self.cluster.too_few(n_workers)
-
-    async def on_scale(self, *args: Any, **keywords: Any) -> None:
-        """Set the number of workers; see `JobCluster.scale`."""
-        await self.cluster.scale(*args, **keywords)
-
-    async def on_adapt(self, bounds: dict[str, Any] | None) -> None:
-        """Start adaptive scaling, or end it where there are no bounds; the workers stay."""
-        if bounds is not None:
-            self._adaptive = self.cluster.adapt(**bounds)
-        elif self._adaptive is not None:
-            self._adaptive.stop()
-            self._adaptive = None
 
 
 async def clean_up(folder: ClusterFolder, code: int) -> int:

@@ -59,8 +59,8 @@ SHARED = ("account", "project", "queue", "walltime", "python", "job_script_prolo
 ONLY_HERE = ("loop", "asynchronous", "silence_logs")
 #: Seconds that a detached cluster has to see that it is to end, and to end with its jobs.
 SEE_END_S, END_TIMEOUT_S = 20.0, 240.0
-#: Seconds between two reads of its record; where these also ask the queue; and between two
-#: questions to the queue about a scheduler's job.
+#: Seconds between two reads of its record at its start and at its end; and between two questions
+#: to the queue about a scheduler's job that waits.
 RECORD_PAUSE_S, END_PAUSE_S, QUEUE_PAUSE_S = 0.2, 1.0, 5.0
 
 
@@ -79,13 +79,9 @@ class ControlRequest:
     config: dict[str, Any] = field(default_factory=dict)
     version: int = VERSION
 
-    def save(self, folder: ClusterFolder) -> None:
-        """Write the request into a 0600 file of the cluster's folder."""
-        private.write_private(str(folder.path / REQUEST), json.dumps(asdict(self)))
-
     @classmethod
     def load(cls, folder: ClusterFolder) -> ControlRequest:
-        """Read what `save` wrote. Raises UsageError if another release of hpcdask did."""
+        """Read a folder's request. Raises UsageError if another release of hpcdask wrote it."""
         known = json.loads(private.read(str(folder.path / REQUEST)))
         if known["version"] != VERSION:
             raise UsageError(
@@ -204,7 +200,7 @@ async def start(making: Making) -> ClusterFolder:
     script = folder.path / "control.sh"
     try:
         ControlRecord(request.name, idle_timeout_s=request.idle_timeout_s).write(folder)
-        request.save(folder)
+        private.write_private(str(folder.path / REQUEST), json.dumps(asdict(request)))
         await asyncio.to_thread(private.write_private, str(script), making.script(folder))
         script.chmod(0o700)
         if making.scheduler is None:  # outside of this process's tree, session and terminal
@@ -304,8 +300,7 @@ async def end(folder: ClusterFolder, why: str) -> None:
                 f"{folder.name} has not ended within {END_TIMEOUT_S:g} s{problem}"
                 f"{detached.see_log(folder)}"
             )
-        by_queue = detached.scheduler_job(folder) is not None
-        await asyncio.sleep(END_PAUSE_S if by_queue else RECORD_PAUSE_S)
+        await asyncio.sleep(END_PAUSE_S)
 
 
 async def _stop(folder: ClusterFolder, record: ControlRecord) -> None:
