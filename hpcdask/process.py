@@ -17,7 +17,6 @@ STARTED = "HPCDASK_STARTED"
 MARKER = "HPCDASK_RANK_MARKER"
 #: The signal at which a process writes its stacks; no launcher or library of the field uses it.
 STACKS_SIGNAL = int(signal.SIGRTMAX) - 5
-PR_SET_PTRACER = 0x59616D61
 #: What the whole job may get: the rank ends its parts in good order.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: Of these, those that end a run, and those that mean something to the program only.
@@ -122,10 +121,7 @@ def owner_text(pid: int | None = None) -> str:
 
 
 def make_observable() -> None:
-    """Allow the rank to observe this process, and write its stacks into memory, if possible."""
-    rank = os.environ.get(MARKER, "").rpartition(".")[2]
-    if rank.isdigit():  # Yama lets else only parents look, and a worker's is its template
-        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(int(rank)), 0, 0, 0)
+    """Let this process write its stacks into memory at a signal, if possible."""
     if stacks_file(os.getpid()) is None:
         with contextlib.suppress(OSError):
             file = os.memfd_create(f"hpcdask-stacks-{os.getpid()}")

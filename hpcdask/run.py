@@ -49,13 +49,9 @@ def launch(request: RunRequest, rank: ranks.Rank | None, *, first: bool) -> NoRe
     elif (warning := environment.add_working_folder()) and first:
         say(warning)
     alone = rank is not None and rank.size == 1
+    modules = ("hpcdask.runner.agent", "hpcdask.runner.leader")[: 1 + first]
     supervisor = Supervisor(
-        variables(
-            request.spec,
-            *("hpcdask.runner.agent", "hpcdask.runner.leader")[: 1 + first],
-            peers=not alone,
-            silent=not first,
-        ),
+        variables(request.spec, *modules, peers=not alone, silent=not first),
         program.command() if program is not None else (),
         interrupts=request.attached is not None,
     )

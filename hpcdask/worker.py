@@ -57,11 +57,8 @@ def parse(argv: Sequence[str]) -> JobSpec:
 
 def identity() -> tuple[str, int]:
     """Return id and restart count of this job."""
-    restarts = os.environ.get("HPCDASK_RESTARTS") or "0"
-    if not restarts.isdecimal():
-        raise UsageError(f"HPCDASK_RESTARTS: {restarts!r} is not a number. Unset it")
     if job := os.environ.get("HPCDASK_JOB_ID"):
-        return job, int(restarts)
+        return job, int(os.environ.get("HPCDASK_RESTARTS") or 0)
     if queued := job_id():
         job, _, lives = queued.rpartition(".r")
         return (job, int(lives)) if job else (queued, 0)

@@ -194,8 +194,8 @@ def heat_map(found: Exchange) -> Any:
 def _rows_figure(labels: Iterable[str], **how: Any) -> Any:
     """Make an empty figure with a row for each label, the first at the top."""
     rows = list(dict.fromkeys(labels))[::-1]
+    how |= {"sizing_mode": "stretch_width", "min_width": 320}
     plot = _figure(y_range=rows, x_axis_label="seconds", **how)
-    plot.sizing_mode, plot.min_width = "stretch_width", 320
     plot.ygrid.grid_line_color = None
     return plot
 
@@ -211,9 +211,8 @@ def _finish(plot: Any, n_rows: int, tooltips: list[tuple[str, str]]) -> Any:
 
 
 def _figure(**how: Any) -> Any:
-    plot = figure(tools="hover,save", toolbar_location="right", **how)
+    plot = figure(tools="hover,save", toolbar_location="right", outline_line_color=None, **how)
     plot.toolbar.logo = None
-    plot.outline_line_color = None
     return plot
 
 

@@ -34,6 +34,8 @@ def read(data: Mapping[str, Any]) -> Message:
 
 @dataclass(frozen=True)
 class Signal(Message):
+    """Signal that the rank's own process got or, from its agent, that the program is to get."""
+
     number: int
 
 
@@ -57,11 +59,6 @@ class StartProgram(Message):
 @dataclass(frozen=True)
 class AbortLaunch(Message):
     """Order to end the whole launch after this rank: some other never came."""
-
-
-@dataclass(frozen=True)
-class SignalProgram(Message):
-    number: int
 
 
 @dataclass(frozen=True)

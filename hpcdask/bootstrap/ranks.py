@@ -69,11 +69,9 @@ def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
     *places, launch = numbers
     if None in places:
         return None
-    if numbers is ALONE:
-        launcher, job = "none", None
-    else:
-        job = job_id(environ, installed=False)
-    pid, _ = _launcher()  # all ranks of a node descend from it
+    alone = numbers is ALONE
+    launcher, job = ("none", "") if alone else (launcher, job_id(environ, installed=False))
+    pid = mpi_launcher() or os.getppid()  # all ranks of a node descend from it
     launch = launch or f"p{pid}.{process_start(pid)}"
     launch_id = "-".join(filter(None, (launcher, launch, job)))
     index, size, local_index, local_size = (place or 0 for place in places)
@@ -168,17 +166,11 @@ LAUNCHERS: dict[str, Callable[[Mapping[str, str]], Numbers | None]] = {
 }
 
 
-def _launcher() -> tuple[int, bool]:
-    """Return the launcher's process, above wrappers and containers, or the parent; and which."""
-    pid = parent = os.getppid()
+def mpi_launcher() -> int | None:
+    """Return the process of the MPI launcher on this node, above wrappers and containers."""
+    pid = os.getppid()
     while pid > 1 and (status := process_status(pid)):
         if MPI_LAUNCHERS.match(status[0]):
-            return pid, True
+            return pid
         pid = int(status[2])
-    return parent, False
-
-
-def mpi_launcher() -> tuple[int, str] | None:
-    """Return process id and start of the MPI launcher on this node; None without one."""
-    pid, found = _launcher()
-    return (pid, process_start(pid)) if found else None
+    return None

@@ -14,7 +14,7 @@ def launcher_cores() -> set[int]:
     cores = set(os.sched_getaffinity(0))
     if launcher := mpi_launcher():
         with contextlib.suppress(OSError):
-            cores |= os.sched_getaffinity(launcher[0])
+            cores |= os.sched_getaffinity(launcher)
     return cores
 
 

@@ -89,7 +89,9 @@ class Supervisor:
 
     def _obey(self) -> None:
         """Do what the agent orders; end once it has ended."""
-        received = self._line.recv(65536)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):  # it has not read what it was told
+            received = self._line.recv(65536)
         if not received:
             self._end()
         *lines, self._partial = (self._partial + received).split(b"\n")
@@ -97,7 +99,7 @@ class Supervisor:
             match orders.read(json.loads(line)):
                 case orders.StartProgram(variables):
                     self._start_program(variables)
-                case orders.SignalProgram(number):
+                case orders.Signal(number):
                     self._signal_program(number)
                 case orders.AbortLaunch():
                     self._aborts = True
@@ -117,8 +119,11 @@ class Supervisor:
 
     def _fork(self) -> None:
         """Start a process for the agent: only who started the fork server may ask it."""
-        data, fds, _, _ = socket.recv_fds(self._forks, 1, MAX_FDS)
-        if not data:
+        try:
+            _, fds, _, _ = socket.recv_fds(self._forks, 1, MAX_FDS)
+        except ConnectionResetError:
+            fds = []
+        if not fds:  # the agent has ended
             self._selector.unregister(self._forks)
             return
         answer: tuple[int, ...] = ()
@@ -174,15 +179,12 @@ class Supervisor:
         for number in process.PASSED_ON:
             signal.signal(number, lambda number, frame: self._signal_program(number))
         if self._launcher is not None:
-            self._watch_launcher(*self._launcher, lambda: handle(signal.SIGTERM))
+            self._watch_launcher(self._launcher, lambda: handle(signal.SIGTERM))
 
-    def _watch_launcher(self, pid: int, start: str, lost: Callable[[], None]) -> None:
+    def _watch_launcher(self, pid: int, lost: Callable[[], None]) -> None:
         """Call `lost` when the MPI launcher is gone: killed, Open MPI's ends nobody."""
         try:
             fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            lost()
-            return
         except (OSError, AttributeError):  # an old kernel, or a Python made for one (conda)
             return
 
@@ -191,8 +193,6 @@ class Supervisor:
             lost()
 
         self._selector.register(fd, selectors.EVENT_READ, notice)
-        if process.process_start(pid) != start:
-            notice()
 
     def _leave(self, code: int) -> NoReturn:
         if self._program is not None:

@@ -10,7 +10,6 @@ import contextlib
 import os
 import stat
 import sys
-from collections.abc import Coroutine
 from typing import Any
 
 from dask.base import tokenize
@@ -50,18 +49,13 @@ def share_changes(client: Any) -> None:
     """Share the path again before a graph that follows a change of ``sys.path``."""
     shared = [*sys.path]
 
-    def work() -> Coroutine[Any, Any, None] | None:
-        if sys.path == shared:
-            return None
-        shared[:] = sys.path
-        return share()
-
     async def share() -> None:
+        shared[:] = sys.path
         with contextlib.suppress(OSError):  # a worker that hangs keeps no graph
             async with asyncio.timeout(ANSWER_S):
                 await share_path(client)
 
-    prepare_graphs(client, work)
+    prepare_graphs(client, lambda: sys.path != shared, share)
 
 
 class ModulePath(WorkerPlugin):

@@ -13,7 +13,6 @@ from hpcdask.security import private
 from hpcdask.security.credentials import (
     Credentials,
     client_only,
-    load_credentials,
     save_credentials,
 )
 
@@ -72,10 +71,6 @@ def remove(path: str, address: str) -> None:
 
 def check_writable(path: str) -> None:
     """Raise SchedulerFileError unless a scheduler file can be written or replaced."""
-    if not path:
-        raise SchedulerFileError(
-            "--scheduler-file: its name is empty. Name a file, or leave the option out"
-        )
     path = os.path.abspath(path)
     folder = os.path.dirname(path)
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
@@ -89,11 +84,6 @@ def check_writable(path: str) -> None:
         raise SchedulerFileError(
             f"--scheduler-file: {error.strerror}. Name a file in a folder of your own"
         ) from None
-    if os.path.lexists(keys := f"{path}.keys"):
-        try:
-            load_credentials(keys)
-        except SchedulerFileError as error:
-            raise SchedulerFileError(f"--scheduler-file: {error}. Name another file") from None
     if not os.path.lexists(path):
         return
     content = read(path)

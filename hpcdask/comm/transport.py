@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,7 +13,7 @@ from hpcdask.gpu.driver import cuda_extra
 from hpcdask.logs import some
 from hpcdask.spec.specs import WorkerSpec
 
-from .fabric import Fabric, Interface
+from .fabric import Fabric
 from .ucx_config import PREFER_SYSTEM
 
 #: Workers that use ucx to each other: all, or those of a node, with tcp between the nodes.
@@ -232,13 +232,3 @@ def choose_interface(spec: WorkerSpec, nodes: Sequence[NodeLinks]) -> dict[str, 
         f"--interface auto: the nodes have no kind of network interface in common. {listed}. "
         f"Leave --interface out to take the one with the default route"
     )
-
-
-def check_interface(name: str, interfaces: Iterable[Interface], host: str) -> None:
-    """Raise UsageError unless a node has an interface, by its ``fabric.interfaces(every=True)``."""
-    names = sorted(one.name for one in interfaces)
-    if name not in names:
-        raise UsageError(
-            f"--interface: {host} has no interface {name} with an IPv4 address. "
-            f"It has: {', '.join(names)}"
-        )

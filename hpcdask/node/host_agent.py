@@ -7,9 +7,8 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -72,7 +71,7 @@ def run_agent(
 
 
 class HostAgent:
-    """Agent of a rank or a job here; ``parts`` are other processes for `hpcdask stacks`."""
+    """Agent of a rank or a job here; ``parts`` are more processes, which the first nanny shows."""
 
     def __init__(self, line: MessageStream, spec: WorkerSpec, rank: Rank) -> None:
         self.rank, self.host = rank, rank.host
@@ -116,12 +115,7 @@ class HostAgent:
         dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
         if self.spec.device != "cpu" and (has_nvidia_driver() or find_spec("pynvml")):
             self._probe = GpuProbe()
-        try:
-            self.scratch = scratch_folder(self.spec.local_directory, self.clean, self.owner)
-        except HpcdaskError:
-            self.scratch = scratch_folder(None, self.clean, self.owner)  # to end in order
-            raise
-        check_preloads(self.spec)
+        self.scratch = scratch_folder(self.spec.local_directory, self.clean, self.owner)
 
     def look(self) -> tuple[Inventory, Fabric]:
         """Return what this node has for its workers, and what joins its devices."""
@@ -130,8 +124,6 @@ class HostAgent:
             found = self._probe.result()
         elif self.spec.protocol == "ucx" or self.spec.interface == transport.AUTO:
             found = ProbeResult(fabric=fabric.look(gpus=False))
-        if self.spec.interface and self.spec.interface != transport.AUTO:
-            transport.check_interface(self.spec.interface, fabric.interfaces(every=True), self.host)
         if found.gpus and not (find_spec("cuda") and find_spec("cuda.bindings")):
             raise MissingExtra("cuda-bindings", cuda_extra(), "a worker on a GPU")
         seen = Inventory(
@@ -144,10 +136,6 @@ class HostAgent:
             resources.cpu_quota(),
         )
         return seen, found.fabric
-
-    def note_parts(self, pids: Mapping[str, int]) -> None:
-        """Show more processes of this rank by the first nanny."""
-        self.parts |= pids
 
     async def start_workers(
         self,
@@ -187,23 +175,6 @@ class HostAgent:
                     *(nanny.close(timeout=seconds, reason=RUN_IS_OVER) for nanny in self.nannies),
                     return_exceptions=True,
                 )
-
-
-def check_preloads(spec: WorkerSpec) -> None:
-    """Find what workers and nannies are to load, before any of them starts; imports no package."""
-    for option, names in (("--preload", spec.preload), ("--preload-nanny", spec.preload_nanny)):
-        for name in names:
-            top = name.partition(".")[0]
-            if " " in name or "://" in name or (name.endswith(".py") and os.path.exists(name)):
-                break  # a program, which may make importable what comes after it
-            what = f"the file {name} is not there (looked in {os.getcwd()})"
-            if not name.endswith(".py"):
-                if top and (top in sys.modules or find_spec(top)):
-                    continue
-                what = f"there is no module {top or name} (a file's name ends in .py)"
-            raise UsageError(
-                f"{option} {name}: {what}, on {socket.gethostname()}. Name what all nodes have"
-            )
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,23 @@
-"""Observation of a process, also a stuck one, by py-spy or by what it writes at a signal."""
+"""Observation of a process, also a stuck one, by the stacks that it writes at a signal."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import linecache
 import os
-import platform
 import re
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from hpcdask.process import STACKS_SIGNAL, process_start, process_status, stacks_file
 from hpcdask.spec.records import Record
 
 #: Seconds over which it is seen how busy a process is, and that its stacks may take.
-SAMPLE_S, SPY_DEADLINE_S, WRITE_DEADLINE_S = 0.5, 10.0, 3.0
+SAMPLE_S, WRITE_DEADLINE_S = 0.5, 3.0
 #: How often it is looked at meanwhile.
 LOOKS = 20
 #: Seconds in which a file that grows no more is complete.
 QUIET_S = 0.2
-#: The system call of a thread that waits for a lock, by architecture.
-FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine(), "")
 STOPPED = "Tt"
 
 
@@ -45,12 +36,10 @@ class Frame(Record):
 
 @dataclass(frozen=True)
 class ThreadView(Record):
-    """Thread of Python, innermost frame first; None where the lock and the GIL are not seen."""
+    """Thread of Python, innermost frame first."""
 
     ident: int
     frames: list[Frame]
-    owns_gil: bool | None = None
-    in_lock: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -70,20 +59,17 @@ class ProcessView(Record):
 
 
 def observe(pid: int) -> ProcessView:
-    """Look at a process of this node: about a second, with both deadlines over 14 s at most."""
+    """Look at a process of this node, for about a second."""
     began, before = time.monotonic(), _cpu_seconds(pid)
     if not process_start(pid):
         return ProcessView(pid)
     looks = [_wants_a_core(pid) for _ in range(LOOKS)]
     cores = (_cpu_seconds(pid) - before) / (time.monotonic() - began)
     state = (process_status(pid) or ["", ""])[1]
-    threads, problem = _spy(pid, state)
-    if not threads:
-        try:
-            threads, refusal = _have_written(pid, state)
-        except OSError:
-            threads, refusal = [], "it ended meanwhile"
-        problem = f"{problem}; {refusal}" if refusal else ""
+    try:
+        threads, problem = _have_written(pid, state)
+    except OSError:
+        threads, problem = [], "it ended meanwhile"
     busy = sum(looks) / LOOKS
     return ProcessView(pid, state, round(max(0.0, cores), 2), busy, threads, problem)
 
@@ -104,55 +90,9 @@ def _cpu_seconds(pid: int) -> float:
     return sum(map(int, status[12:14])) / os.sysconf("SC_CLK_TCK") if status else 0.0
 
 
-# By py-spy
-
-
-def find_spy() -> str | None:
-    """Return the path of py-spy, on PATH or beside this Python, or None."""
-    beside = os.path.dirname(sys.executable)
-    return shutil.which("py-spy", path=f"{os.environ.get('PATH', os.defpath)}:{beside}")
-
-
-def _spy(pid: int, state: str) -> tuple[list[ThreadView], str]:
-    """Return stacks by py-spy; none, and why, where it cannot."""
-    program = find_spy()
-    if program is None:
-        return [], "py-spy is not installed"
-    flags = ["--nonblocking"] * (state in STOPPED)  # it cannot be stopped once more
-    pipes: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
-    try:
-        command = [program, "dump", "--json", "--pid", str(pid), *flags]
-        done = subprocess.run(command, timeout=SPY_DEADLINE_S, **pipes)
-        found = json.loads(done.stdout) if done.returncode == 0 else None
-    except subprocess.TimeoutExpired:
-        return [], f"py-spy has not answered for {SPY_DEADLINE_S:g} s"
-    except (OSError, ValueError) as error:
-        return [], f"py-spy failed: {error}"
-    if not found:
-        return [], f"py-spy failed: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}"
-    return [_of_spy(pid, one) for one in found], ""
-
-
-def _of_spy(pid: int, told: Mapping[str, Any]) -> ThreadView:
-    frames = [_frame(one["name"], one["filename"], one["line"]) for one in told["frames"]]
-    in_lock = _is_in_lock(pid, told["os_thread_id"])
-    return ThreadView(told["thread_id"], frames, bool(told["owns_gil"]), in_lock)
-
-
-def _is_in_lock(pid: int, thread: int | None) -> bool | None:
-    try:
-        with open(f"/proc/{pid}/task/{thread}/syscall") as file:
-            return file.read().split()[0] == FUTEX if FUTEX else None
-    except (OSError, IndexError):
-        return None
-
-
 def _frame(function: str, file: str, line: int) -> Frame:
     text = linecache.getline(file, line).strip()[:120] if os.path.isabs(file) else ""
     return Frame(function.rpartition(".")[2], "/".join(file.split("/")[-3:]), line, text)
-
-
-# By faulthandler
 
 
 def _have_written(pid: int, state: str) -> tuple[list[ThreadView], str]:

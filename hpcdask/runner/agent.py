@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import re
 import signal
 import socket
 
@@ -101,24 +100,3 @@ def check_request(request: RunRequest) -> None:
         request.program.check()
     if spec.scheduler_file is not None:
         scheduler_file.check_writable(spec.scheduler_file)
-    if spec.dashboard_address:
-        _check_port(spec.dashboard_address)
-
-
-def _check_port(address: str) -> None:
-    host, _, number = address.rpartition(":")
-    if not re.fullmatch(r"[0-9]{1,5}", number) or int(number) > 65535:
-        raise UsageError(
-            f"--dashboard-address: {address!r} is not an address. Accepted: :8787, 8787, "
-            f"0.0.0.0:8787, :0 (any free port)"
-        )
-    if int(number) == 0:
-        return
-    try:
-        socket.create_server((host, int(number))).close()
-    except OSError as error:
-        raise UsageError(
-            f"--dashboard-address: port {number} of {host or 'all addresses'} cannot be used "
-            f"on {socket.gethostname()}: {error.strerror}. Name another, or leave the option "
-            f"out to take any"
-        ) from None

@@ -164,14 +164,13 @@ class Leader:
         self.program.start(started.address, self.files.own, on_gpus=gpus)
         registered = self.scheduler.registered
         await self._until(
-            lambda: self.wanted.are_enough(registered),
-            lambda: self.wanted.too_late(registered),
+            lambda: self.wanted.are_enough(registered), lambda: self.wanted.too_late(registered)
         )
         if self.files.asked:  # another run may have taken it meanwhile
             await asyncio.to_thread(scheduler_file.check_writable, self.files.asked)
             self.files.write(self.files.asked, *access, gpus=gpus)
         if self.program.attached and (status := process_status(own_process())):
-            self.agent.note_parts({"program": int(status[2])})
+            self.agent.parts |= {"program": int(status[2])}
         self.files.publish(self.scheduler.nannies)
         say(
             f"{plan.describe(self.spec, len(registered))}, ready in {seconds_since_start():.2f} s; "
@@ -203,12 +202,12 @@ class Leader:
             local_directory=self.agent.scratch,
             dashboard_address=self.spec.dashboard_address or dashboard,
         )
-        self.agent.note_parts({"scheduler": pid})
+        self.agent.parts |= {"scheduler": pid}
 
     def _host(self) -> str:
         """Return the address of rank 0: loopback where nobody elsewhere needs it."""
         if self.spec.interface and self.spec.interface != AUTO:
-            with contextlib.suppress(ValueError):  # this rank reports it
+            with contextlib.suppress(ValueError):  # the scheduler reports it
                 return str(get_ip_interface(self.spec.interface))
         if self.rank.one_node and self.program.exists and not self.spec.scheduler_file:
             return LOOPBACK
@@ -220,8 +219,7 @@ class Leader:
             listener = Listener(self.link.serve, self.credentials)
             await listener.publish(self.rendezvous, self.rank, self._host())
             await self._until(
-                lambda: self.link.complete,
-                lambda: self.link.too_late(self.spec.timeout),
+                lambda: self.link.complete, lambda: self.link.too_late(self.spec.timeout)
             )
             listener.close()
             self.rendezvous.close()

@@ -45,8 +45,6 @@ USUAL = (
     "timeout",
     "workers_min",
 )
-#: What other tools call the number of workers.
-COUNTS = {"-n", "-np", "--np", "--n-workers", "--nworkers", "--num-workers", "--nprocs"}
 
 
 def command() -> click.Command:
@@ -69,19 +67,9 @@ def command() -> click.Command:
     return make_command("hpcdask run", HELP, params, epilog=example, **settings)
 
 
-def _advise(error: click.UsageError) -> str:
-    if not isinstance(error, click.NoSuchOption) or error.option_name not in COUNTS:
-        return ""
-    return (
-        f"{error.option_name}: the launcher says how many workers there are, one for each of its "
-        f"ranks: mpirun -n 4 python -m hpcdask.run … (without one, there is a worker for each GPU, "
-        f"or as LocalCluster has them on a CPU)"
-    )
-
-
 def parse(argv: Sequence[str]) -> RunRequest:
     """Read the command line. Raises UsageError, and SystemExit after ``--help``."""
-    values = read(command(), argv, _advise)
+    values = read(command(), argv)
     target, module, attached = values.pop("program"), values.pop("module"), values.pop("attached")
     if module and not target:
         raise UsageError("-m needs the name of a module, such as -m hpcdask.bench")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hpcdask.bootstrap.orders import ProgramEnded, SignalProgram, StartProgram
+from hpcdask.bootstrap.orders import ProgramEnded, Signal, StartProgram
 from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.client import scheduler_file
 from hpcdask.client.connect import program_variables
@@ -48,7 +48,7 @@ class UserProgram:
     def note_start(self, pid: int) -> None:
         """Note the process of a program that has started."""
         self.runs = True
-        self._agent.note_parts({"program": pid})
+        self._agent.parts |= {"program": pid}
 
     def ready(self) -> None:
         """Tell the program that the cluster is ready."""
@@ -65,7 +65,7 @@ class UserProgram:
         self._events.put(ProgramEnded(0))
 
     def signal(self, number: int) -> None:
-        self._agent.tell(SignalProgram(number))
+        self._agent.tell(Signal(number))
 
 
 class RunFiles:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import Any, Unpack, get_type_hints
 
@@ -62,19 +61,13 @@ class Runner:
     Raises
     ------
     UsageError
-        An option is not understood.
+        The value of an option is not understood.
     SystemExit
         In rank 0 when the cluster did not come up (the reason was printed); in the other
         ranks when the cluster has ended.
     """
 
     def __init__(self, **options: Unpack[RunKeywords]) -> None:
-        unknown = sorted(set(options) - set(RunSpec.__dataclass_fields__))
-        if unknown:
-            raise UsageError(
-                f"unknown option {unknown[0]}: hpcdask.Runner takes the options of "
-                f"python -m hpcdask.run, with _ in place of -"
-            )
         self.spec = RunSpec.from_keywords(options)
         self.status = Status.created
         self.scheduler_address: str | None = None
@@ -198,14 +191,14 @@ def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
     """Ignore SIGINT, here and in processes that are started inside of the block."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python lets no other thread
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.getsignal(signal.SIGINT)
+    with contextlib.suppress(ValueError):  # Python lets no other thread than the main one
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 def initialize(

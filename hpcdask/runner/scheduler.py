@@ -67,7 +67,7 @@ def main(
     """Serve until the rank says so or is gone. Runs in a process of its own."""
     set_log_level()
     start_nvml()
-    # A dashboard port that was asked for by number is checked before; the default one may move.
+    # it moves to another, which the run's first line names
     warnings.filterwarnings("ignore", message="Port .* is already in use", category=UserWarning)
     # As the `dask scheduler` command does: a graph is many small objects, none of them garbage.
     gc.set_threshold(*(3 * count for count in gc.get_threshold()))

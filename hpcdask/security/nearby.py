@@ -1,8 +1,8 @@
 """TLS of a cluster, which processes of one user on one host do without.
 
 The kernel keeps them apart from others as well as TLS does, and a Unix socket needs no encryption.
-Beside each TLS port its owner listens on a Unix socket in a folder of mode 0700, and both ends ask
-the kernel who the other is. Where anything is amiss, the connection is TLS.
+Beside each TLS port its owner listens on a Unix socket in Linux's abstract namespace, which leaves
+no file, and both ends ask the kernel who the other is. Otherwise the connection is TLS.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import os
 import socket
 import ssl
 import struct
-import time
-from glob import glob
 from typing import Any
 
 from distributed import Security
@@ -31,11 +29,8 @@ from . import private
 
 logger = logging.getLogger("distributed.hpcdask.nearby")
 
-FOLDER = "sockets"
 #: What a listener says first.
 GREETING = b"hpcdask\n"
-#: Seconds after which a socket that nobody listens on is left over, not about to be used.
-STALE_S = 60.0
 #: Connections that the kernel accepts ahead; its own limit may be lower.
 BACKLOG = 4096
 
@@ -66,15 +61,10 @@ def _prepared(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _prefix() -> str:
-    """Return the start of the names of this network namespace, which has its own addresses."""
-    return f"{private.node_folder(FOLDER)}/{os.stat('/proc/self/ns/net').st_ino}-"
-
-
-def socket_path(address: str, context: ssl.SSLContext) -> str:
-    """Return the path of the Unix socket beside a TLS port of a cluster. Raises OSError."""
+def socket_name(address: str, context: ssl.SSLContext) -> str:
+    """Return the name of the Unix socket beside a TLS port of a cluster."""
     known = address.encode() + getattr(context, "cluster", b"")
-    return _prefix() + hashlib.sha256(known).hexdigest()[:32]
+    return f"\0hpcdask-{hashlib.sha256(known).hexdigest()[:32]}"
 
 
 class _Socket(socket.socket):
@@ -111,18 +101,18 @@ class _Connector(tcp.TLSConnector):
         context: Any = connection_args.get("ssl_context")
         if hasattr(context, "cluster"):
             with contextlib.suppress(OSError):
-                stream = await _connect_to(socket_path(address, context))
+                stream = await _connect_to(socket_name(address, context))
                 return NearbyComm(stream, self.prefix + address, deserialize)
         far: Any = super()
         comm: tcp.TCP = await far.connect(address, deserialize, **connection_args)
         return comm
 
 
-async def _connect_to(path: str) -> IOStream:
+async def _connect_to(name: str) -> IOStream:
     """Connect to a Unix socket whose owner answers."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.setblocking(False)
-        sock.connect(path)  # done at once, or refused
+        sock.connect(name)  # done at once, or refused
         stream = _to_stream(sock)
     try:
         await stream.read_bytes(len(GREETING))  # a hanging process is to time out here
@@ -140,14 +130,12 @@ class _Listener(tcp.TLSListener):
         self._nearby = contextlib.ExitStack()
         if hasattr(context := self.server_args["ssl_options"], "cluster"):
             try:
-                path = socket_path(self.contact_address.removeprefix(self.prefix), context)
-                _remove_stale()
-                sock = netutil.bind_unix_socket(path, backlog=BACKLOG)
+                name = socket_name(self.contact_address.removeprefix(self.prefix), context)
+                sock = netutil.bind_unix_socket(name, backlog=BACKLOG)
             except OSError as error:
                 logger.info("%s takes no connections but TLS: %s", self.contact_address, error)
                 return
             serve = functools.partial(IOLoop.current().add_callback, self._serve)
-            self._nearby.callback(private.remove, path)
             self._nearby.enter_context(sock)
             self._nearby.callback(netutil.add_accept_handler(sock, lambda taken, _: serve(taken)))
 
@@ -168,17 +156,6 @@ class _Listener(tcp.TLSListener):
         self._nearby.close()
         own: Any = super()
         own.stop()
-
-
-def _remove_stale() -> None:
-    """Remove sockets of processes that were killed."""
-    made_before = time.time() - STALE_S
-    with contextlib.suppress(OSError):
-        old = [path for path in glob(f"{_prefix()}*") if os.stat(path).st_mtime < made_before]
-        with open("/proc/net/unix") as file:
-            bound = {line.split()[-1] for line in file}
-        for path in set(old) - bound:
-            os.unlink(path)
 
 
 @functools.cache

@@ -90,14 +90,8 @@ def _is_own_name(host: str) -> bool:
         return bool(ipaddress.ip_address(host))
     if "/proxy/" in dask.config.get("distributed.dashboard.link", ""):
         return True
-    configured = map(_host, dask.config.get(ORIGINS, ["*"]))
-    return host in {
-        "",
-        "localhost",
-        socket.gethostname().lower(),
-        _full_name().lower(),
-        *configured,
-    }
+    own = {"", "localhost", socket.gethostname().lower(), _full_name().lower()}
+    return host in own or host in map(_host, dask.config.get(ORIGINS, ["*"]))
 
 
 def add_lazy_dashboard(scheduler: Any) -> None:

@@ -46,8 +46,6 @@ class Block:
     workers: list[WorkerLook]
     keys: list[tuple[str, float | None]] = field(default_factory=list)
     in_gang: bool = False
-    in_lock: bool = False
-    owns_gil: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -79,8 +77,6 @@ def blocks(report: Report) -> list[Block]:
             if known is not block:
                 known.workers += [worker] if worker is not known.workers[-1] else []
                 known.keys += block.keys
-                known.in_lock |= block.in_lock
-                known.owns_gil |= block.owns_gil
     return sorted(found.values(), key=lambda one: (not one.frames, -len(one.workers)))
 
 
@@ -94,8 +90,6 @@ def _blocks_of(worker: WorkerLook, report: Report) -> list[Block]:
             [worker],
             _key_of(worker, thread, report),
             in_gang=any(frame.function == GANG for frame in thread.frames),
-            in_lock=bool(thread.in_lock),
-            owns_gil=bool(thread.owns_gil),
         )
         for thread in process.threads
         if (frames := _task_frames(thread)) is not None
@@ -104,7 +98,7 @@ def _blocks_of(worker: WorkerLook, report: Report) -> list[Block]:
         return found
     thread = loop_thread(process)
     if worker.work is None and thread is not None and not is_waiting(thread):
-        return [Block(what, thread.frames, [worker], owns_gil=bool(thread.owns_gil))]
+        return [Block(what, thread.frames, [worker])]
     fetches = (worker.work or {}).get("fetches_from")
     idle = "fetch data from other workers" if fetches else "run no Dask task"
     return [Block(what or idle, [], [worker])]

@@ -65,17 +65,15 @@ def _gil(report: Report, seen: list[Block]) -> Iterator[str]:
         held = [one.name for one in silent if one.process.busy >= BUSY]
         if held and block.frames:
             key = f" (Dask task {block.longest()[0]})" if block.keys else ""
-            sure = "holds" if block.owns_gil else "most likely holds"
             yield (
-                f"{_workers(held)} in a loop of compiled code that {sure} Python's lock (the GIL): "
-                f"nothing else of the process can run, and it does not answer. It is called at "
-                f"{place(block.frames)}{key}"
+                f"{_workers(held)} in a loop of compiled code that most likely holds Python's "
+                f"lock: nothing else of the process can run, and it does not answer. It is called "
+                f"at {place(block.frames)}{key}"
             )
     for name, process in report.parts.items():
         thread = main_thread(process)
         if "scheduler" in report.unreached and process.busy >= BUSY and thread is not None:
-            holder = next((one for one in process.threads if one.owns_gil), thread)
-            yield f"The {name} computes and does not answer, at {place(holder.frames)}"
+            yield f"The {name} computes and does not answer, at {place(thread.frames)}"
 
 
 def _gangs(report: Report, seen: list[Block]) -> Iterator[str]:
@@ -167,7 +165,7 @@ def _lock_of(block: Block) -> str:
     named = inner.file.endswith("threading.py") and inner.function.split(".")[-1] in LOCK_FUNCTIONS
     text = inner.text.replace(" ", "").lower()
     said = ".acquire(" in text or (text.startswith("with") and "lock" in text)
-    return "python" if block.in_lock or named or said else ""
+    return "python" if named or said else ""
 
 
 def _silent(report: Report, seen: list[Block]) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,6 @@ from hpcdask.errors import UsageError
 
 #: All of a parent's configuration, which has its sources there.
 INHERITED = "DASK_INTERNAL_INHERIT_CONFIG"
-#: Dask's error for a file that is no YAML, or no mapping; its import raises it.
-MALFORMED = re.compile(r"A dask config file at '(.+)' is malformed(?:, original.*:| -)\s+")
 
 
 @contextlib.contextmanager
@@ -22,16 +19,10 @@ def reading() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        text = str(error)
-        if (found := MALFORMED.match(text)) is None:
+        text = " ".join(str(error).split())
+        if not text.startswith("A dask config file"):
             raise
-        # YAML quotes the lines that it means, further indented than its words
-        lines = [line for line in text[found.end() :].splitlines() if not line.startswith("    ")]
-        what = " ".join(" ".join(lines).split()).replace('in "<unicode string>", line', "in line")
-        raise UsageError(
-            f"{found[1]} is not what Dask reads as configuration: {what.rstrip(':')}. Correct that "
-            "file, or move it away"
-        ) from None
+        raise UsageError(f"{text.rstrip(':')}. Correct that file, or move it away") from None
 
 
 def files() -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
@@ -46,27 +46,29 @@ def set_interval(stream: Any, seconds: float) -> None:
     stream.interval = seconds
 
 
-def prepare_graphs(client: Any, work: Callable[[], Coroutine[Any, Any, None] | None]) -> None:
-    """Hold back each graph of a client, and what follows, until `work` is done, if there is any."""
+def prepare_graphs(
+    client: Any, is_needed: Callable[[], bool], prepare: Callable[[], Awaitable[None]]
+) -> None:
+    """Hold back a graph of a client, and what follows, until `prepare` is done, if it is needed."""
     stream = client.scheduler_comm
     require(SEEN, stream, "send")
     send, held = stream.send, list[Any]()
 
-    async def wait(preparing: Coroutine[Any, Any, None]) -> None:
-        await preparing
-        with contextlib.suppress(OSError):  # the client has closed
-            send(*held)
-        held.clear()
+    async def release() -> None:
+        try:
+            await prepare()
+        finally:
+            with contextlib.suppress(OSError):  # the client has closed
+                send(*held)
+            held.clear()
 
     def send_prepared(*messages: Any) -> None:
-        is_graph = not held and any(one["op"] == "update-graph" for one in messages)
-        preparing = work() if is_graph else None
-        if held or preparing:
-            held.extend(messages)
-        else:
-            send(*messages)
-        if preparing:
-            client.loop.add_callback(wait, preparing)
+        if not held:
+            if not is_needed() or all(one["op"] != "update-graph" for one in messages):
+                send(*messages)
+                return
+            client.loop.add_callback(release)
+        held.extend(messages)
 
     stream.send = send_prepared
 

@@ -69,8 +69,8 @@ def _words() -> NDArray[np.uint32]:
 def pack_array(x: da.Array) -> da.Array:
     """Pack an array of integers 0 to 3, (..., n), chunk by chunk: uint8, (..., ceil(n / 4)).
 
-    One Dask task per chunk, which raises WorkloadError for other values. All chunks along the last
-    axis but the last are multiples of 4, or that is a WorkloadError at once, as are other types.
+    Raise WorkloadError unless chunks of the last axis, but the last, are multiples of 4; other
+    values than 0 to 3 raise it on the workers.
     """
     check_dask(x)
     _check_kind(x)

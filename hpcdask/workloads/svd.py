@@ -42,7 +42,7 @@ ALIGNED_COLUMNS = 32
 TOLERANCE = 1e-3
 STOCK_CHUNKS = (20_000, 5_000)
 MAX_CHUNK_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
-#: A GPU multiplies 4 GB of bytes in the time of ten Dask tasks: little data is in few chunks.
+#: A GPU multiplies 4 GB in the time of ten Dask tasks: little data is in few chunks.
 CHUNKS_PER_SLOT: dict[Device, int] = {"cuda": 1, "cpu": SLABS_PER_SLOT}
 # Of the floats that a tile of rows becomes: bounds the scratch memory, and keeps a CPU in its cache
 TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 30, "cpu": 1 << 22}
@@ -101,7 +101,7 @@ def planted(
 
 def _core(rank: int, packed: bool) -> NDArray[np.uint8]:
     """Return a matrix of full rank, condition below twenty, distinct singular values."""
-    if packed:  # triangular, with singular values from 2.5 on
+    if packed:
         return (3 * np.eye(rank) + np.triu(np.ones((rank, rank)), 1)).astype(np.uint8)
     # a falling diagonal over small mixed values
     i, j = np.indices((rank, rank))
@@ -227,10 +227,7 @@ def _check(x: da.Array, packed_columns: int | None, k: int) -> int:
         raise WorkloadError(f"x is {x.dtype}; integers, booleans and real floats are accepted")
     m, n = map(int, x.shape)
     if x.numblocks[1] != 1:
-        raise WorkloadError(
-            f"the columns of x are split into {x.numblocks[1]} chunks; they have to be of full "
-            "width: x = x.rechunk({1: -1})"
-        )
+        raise WorkloadError("chunks of x have to be of full width: x = x.rechunk({1: -1})")
     if packed_columns is not None:
         n = operator.index(packed_columns)
         n_bytes = packing.n_bytes(n)
@@ -250,11 +247,7 @@ def _check(x: da.Array, packed_columns: int | None, k: int) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """Conversion of the chunks of ``n`` columns on a device to floats.
-
-    They are multiplied in the float type ``work``; ``prepare`` is applied to each tile of rows;
-    ``packed`` chunks are 2-bit values, four in a byte.
-    """
+    """Conversion of chunks of ``n`` columns to floats, multiplied in the type ``work``."""
 
     n: int
     work: str
@@ -350,7 +343,6 @@ def _omega(n: int, width: int, seed: int, work: str, device: Device) -> Any:
 
 
 def _left(blocks: list[Any], found: list[Any], *, rows: Rows) -> Floats:
-    """Return left singular vectors of a chunk."""
     (block,), xp = blocks, array_module(rows.device)
     _check_chunk(block, rows.device)
     right = xp.asarray(found[0][: rows.n])

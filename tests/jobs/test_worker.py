@@ -370,7 +370,6 @@ def test_bad_options(keys, arguments, text):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--interface", "no0"], "has no interface no0 with an IPv4 address. It has: "),
         (["--local-directory", "/dev/null/scratch"], "cannot write in /dev/null/scratch"),
         (["--keys", "/no/such/file"], "the key file /no/such/file is gone"),
     ],

@@ -149,7 +149,7 @@ def test_an_option_that_does_not_exist() -> None:
     import hpcdask
     from hpcdask.errors import UsageError
 
-    with pytest.raises(UsageError, match="unknown option nthread"):
+    with pytest.raises(TypeError, match="nthread"):
         hpcdask.Runner(nthread=1)
     with pytest.raises(UsageError, match="does not take worker_class"):
         hpcdask.initialize(worker_class="dask_cuda.CUDAWorker")

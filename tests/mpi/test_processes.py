@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -77,6 +78,22 @@ assert client.submit(sum, [1, 2]).result() == 3
     ended = run.end()
     assert ended.code == 0, str(ended)
     site.check_nothing_left(ended.at)
+
+
+@pytest.mark.parametrize("site", ["alone"], indirect=True)
+def test_a_killed_agent_is_told_also_if_it_has_not_read_a_signal(site: Site):
+    run = site.start("--scheduler-file", "cluster.json", "--device", "cpu")
+    run.line("hpcdask: scheduler at", stream="err", timeout=60)
+    file = json.loads((site.folder / "cluster.json").read_text())
+    agent = psutil.Process(file["hpcdask"]["pid"])
+    agent.suspend()
+    run.signal(signal.SIGTERM)
+    agent.kill()
+    ended = run.end()
+    assert ended.code == 1, ended
+    assert "the process that manages the workers of" in ended.err
+    assert "was killed by SIGKILL" in ended.err
+    site.check_nothing_left(ended.at, within=30)
 
 
 @pytest.mark.parametrize("site", ["openmpi"], indirect=True)

@@ -91,7 +91,7 @@ def test_the_package_is_the_command():
     [
         (
             "jobqueue:\n  slurm:\n    cores: [16\n  pbs: {}\n",
-            "in line 3, column 12: expected ',' or ']', but got ':' in line 4, column 6",
+            "expected ',' or ']', but got ':'",
         ),
         ("hpcdask\n", "config files must have a dict as the top level object, got a str instead"),
     ],
@@ -107,8 +107,8 @@ def test_a_file_that_dask_cannot_read(tmp_path: Path, words: list[str], text: st
         timeout=300,
     )
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert done.stderr.startswith(f"hpcdask: error: {tmp_path}/site.yaml is not what Dask reads")
-    assert f"{what}. Correct that file" in done.stderr
+    assert f"hpcdask: error: A dask config file at '{tmp_path}/site.yaml' is malf" in done.stderr
+    assert what in done.stderr
     assert done.stderr.count("\n") == 1
 
 

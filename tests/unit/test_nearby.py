@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from distributed import Client, Scheduler, Security, Worker
 from distributed.comm import Comm, connect
 from distributed.core import Server
 
-from hpcdask.security import private
 from hpcdask.security.credentials import create_credentials, save_credentials, to_security
 from launching import wait_for
 from strangers import UID, as_stranger, root_only
@@ -55,27 +53,30 @@ def is_encrypted(comm: Comm) -> bool:
     return "cipher" in comm.extra_info
 
 
-def socket_of(comm: Comm) -> str:
+def socket_of(comm: Comm) -> bytes:
     return comm.stream.socket.getpeername()
 
 
+def is_bound(name: bytes) -> bool:
+    return name.replace(b"\0", b"@") in Path("/proc/net/unix").read_bytes()
+
+
 @contextlib.asynccontextmanager
-async def known_socket(access: Security) -> AsyncIterator[tuple[Server, str]]:
-    """A server, and the path of its Unix socket."""
+async def known_socket(access: Security) -> AsyncIterator[tuple[Server, bytes]]:
+    """A server, and the name of its Unix socket."""
     async with serving(access) as server, dialled(server.address, access) as comm:
         yield server, socket_of(comm)
 
 
 def test_a_connection_on_one_host_is_a_unix_socket_that_is_gone_at_the_end(access):
-    async def paths() -> str:
+    async def call() -> bytes:
         async with serving(access) as server, dialled(server.address, access) as comm:
             assert not is_encrypted(comm)
             assert comm.same_host
-            path = socket_of(comm)
-            assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
-        return path
+            assert is_bound(socket_of(comm))
+            return socket_of(comm)
 
-    assert not os.path.exists(asyncio.run(paths()))
+    assert not is_bound(asyncio.run(call()))
 
 
 def test_arrays_between_workers_and_a_client_arrive(access):
@@ -114,31 +115,20 @@ def test_others_use_tls(access, who):
 
 
 @root_only
-@pytest.mark.parametrize("folder", ["closed", "open"])
-def test_another_user_of_the_host_is_kept_out(access, folder):
-    """By the folder's mode, and if that is changed by what the kernel says of the other end."""
+def test_another_user_of_the_host_is_kept_out(access):
+    """By what the kernel says of the other end."""
 
     async def call() -> None:
-        async with known_socket(access) as (server, path):
+        async with known_socket(access) as (server, name):
 
             def intrude() -> None:
                 with socket.socket(socket.AF_UNIX) as stranger:
-                    if folder == "closed":
-                        with pytest.raises(PermissionError):
-                            stranger.connect(path)
-                        return
-                    stranger.connect(path)
+                    stranger.connect(name)
                     stranger.settimeout(30)
                     with contextlib.suppress(ConnectionError):
                         assert stranger.recv(100) == b""
 
-            if folder == "open":
-                os.chmod(os.path.dirname(path), 0o777)
-                os.chmod(path, 0o777)
-            try:
-                await asyncio.to_thread(as_stranger, intrude)
-            finally:
-                os.chmod(os.path.dirname(path), 0o700)
+            await asyncio.to_thread(as_stranger, intrude)
             async with dialled(server.address, access) as comm:
                 assert not is_encrypted(comm)
 
@@ -150,30 +140,19 @@ def test_another_user_s_socket_is_not_believed(access):
     """Its listener has the user's id of the moment at which it began to listen."""
 
     async def call() -> bool:
-        async with known_socket(access) as (server, path):
-            os.unlink(path)
-            with socket.socket(socket.AF_UNIX) as foreign:
-                foreign.bind(path)
-                os.seteuid(UID)
-                try:
-                    foreign.listen()
-                finally:
-                    os.seteuid(0)
-                async with dialled(server.address, access) as comm:
-                    return is_encrypted(comm)
-
-    assert asyncio.run(call())
-
-
-@root_only
-def test_a_folder_that_another_user_took_leaves_tls(access, monkeypatch, open_folder: Path):
-    taken = open_folder / "sockets"
-    as_stranger(taken.mkdir)
-    monkeypatch.setattr(private, "node_folder", lambda name: private.make_folder(str(taken)))
-
-    async def call() -> bool:
-        async with serving(access) as server, dialled(server.address, access) as comm:
-            return is_encrypted(comm)
+        async with known_socket(access) as (server, name):
+            address = server.address
+        with socket.socket(socket.AF_UNIX) as foreign:
+            foreign.bind(name)
+            os.seteuid(UID)
+            try:
+                foreign.listen()
+            finally:
+                os.seteuid(0)
+            again = Server({"ping": lambda: "pong"})
+            await again.listen(address, **access.get_listen_args("worker"))
+            async with again, dialled(address, access) as comm:
+                return is_encrypted(comm)
 
     assert asyncio.run(call())
 
@@ -206,8 +185,8 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Securi
             server.kill()
 
 
-async def ping(address: str, access: Security, **options: Any) -> str:
-    """Return the path of the socket by which a server answered."""
+async def ping(address: str, access: Security, **options: Any) -> bytes:
+    """Return the name of the socket by which a server answered."""
     async with dialled(address, access, **options) as comm:
         return socket_of(comm)
 
@@ -217,23 +196,13 @@ async def fail_to_ping(address: str, access: Security) -> None:
         await ping(address, access, timeout=1)
 
 
-def test_a_killed_process_leaves_a_socket_that_misleads_nobody_and_goes(process):
+def test_a_killed_process_leaves_no_socket(process):
     server, address, access = process
-    path = asyncio.run(ping(address, access))
+    name = asyncio.run(ping(address, access))
     server.kill()
     server.wait()
-    assert os.path.exists(path)
+    assert not is_bound(name)
     asyncio.run(fail_to_ping(address, access))
-
-    async def listen() -> None:
-        async with serving(access):
-            pass
-
-    asyncio.run(listen())
-    assert os.path.exists(path), "it might be about to be used"
-    os.utime(path, times=(time.time() - 3600,) * 2)
-    asyncio.run(listen())
-    assert not os.path.exists(path)
 
 
 def test_a_process_that_hangs_is_waited_for_as_long_as_was_asked(process):

@@ -223,15 +223,6 @@ def test_over_what_a_dead_cluster_left(credentials, tmp_path, file_too):
     assert load_credentials(f"{path}.keys") == client_only(credentials)
 
 
-@root_only
-def test_a_key_file_of_another_user_is_refused_before_anything_starts(tmp_path):
-    keys = tmp_path / "cluster.json.keys"
-    keys.touch()
-    os.chown(keys, 65534, 65534)
-    with pytest.raises(SchedulerFileError, match=str(keys)):
-        scheduler_file.check_writable(str(tmp_path / "cluster.json"))
-
-
 def test_a_living_cluster_s_file_is_not_ours_to_replace(file, cluster):
     with pytest.raises(SchedulerFileError, match="still answers") as caught:
         scheduler_file.check_writable(str(file))
