@@ -185,6 +185,9 @@ class Supervisor:
         """Call `lost` when the MPI launcher is gone: killed, Open MPI's ends nobody."""
         try:
             fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            lost()
+            return
         except (OSError, AttributeError):  # an old kernel, or a Python made for one (conda)
             return
 

@@ -195,8 +195,10 @@ class DeviceWorker(PeerWorker):
 
 def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
     """Return the modules that the worker imports before it registers."""
-    # CuPy by all means: its libraries must not be loaded in a thread while UCX loads its own
-    needed = ["dask_cuda.device_host_file", "cupy", *plan.libraries]
+    # CuPy by all means: its libraries must not be loaded in a thread while UCX loads its own. And
+    # what loads cupyx, a lazy module: its lock and the import lock of dask.array, taken by two
+    # threads, ended in a deadlock (CuPy 14.2)
+    needed = ["dask_cuda.device_host_file", "cupy", "distributed.protocol.cupy", *plan.libraries]
     if plan.allocator != "cuda":
         needed += ["rmm", *(f"rmm.allocators.{library}" for library in plan.libraries)]
     return [*needed, UCX] if exchange == "ucx" else needed
