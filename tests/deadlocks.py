@@ -51,7 +51,12 @@ def nccl_barrier(context, **shared: object) -> None:
     import torch
 
     torch.cuda.set_device(context.device)
-    torch.distributed.init_process_group("nccl")
+    torch.distributed.init_process_group(
+        "nccl",
+        init_method=f"tcp://{context.master_addr}:{context.master_port}",
+        rank=context.rank,
+        world_size=context.world_size,
+    )
     ones = torch.ones(1000, device=context.device)
     come_to_all_reduce(ones)
     Path(f"rank{context.rank}.there").touch()
