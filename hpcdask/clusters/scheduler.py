@@ -102,8 +102,12 @@ class ClusterScheduler:
         shown = web.address if web.address in (LOOPBACK, "::1") else host
         try:
             self.dashboard_link = str(format_dashboard_link(shown, web.port))
-        except KeyError:  # a variable of distributed.dashboard.link is not set here
+        except KeyError as error:
             self.dashboard_link = f"http://{shown}:{web.port}/status"
+            self.say(
+                f"warning: distributed.dashboard.link of Dask's configuration names "
+                f"{error.args[0]}, which is not set here, so the plain address is shown"
+            )
         if not local and web.address == LOOPBACK:
             self.tunnel = f"ssh -L {web.port}:{LOOPBACK}:{web.port} {socket.gethostname()}"
 

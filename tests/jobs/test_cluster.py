@@ -489,11 +489,14 @@ def test_a_working_folder_that_all_may_write_in_is_told(
     assert f"(mode 777): chmod o-w {project}" in told
 
 
-def test_a_dashboard_link_with_a_variable_that_is_not_set(folder: Path):
+def test_a_dashboard_link_with_a_variable_that_is_not_set(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+):
     link = "{NOT_SET_HERE}proxy/{port}/status"
     with dask.config.set({"distributed.dashboard.link": link}), make(folder) as cluster:
         assert re.search(r"dashboard http://127.0.0.1:\d+/status\)", repr(cluster))
         assert cluster.dashboard_link in repr(cluster)
+    assert capfd.readouterr().err.count("NOT_SET_HERE, which is not set here") == 1
 
 
 async def enter(cluster: hpcdask.LocalCUDAJobCluster) -> None:
