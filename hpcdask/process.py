@@ -121,7 +121,7 @@ def owner_text(pid: int | None = None) -> str:
 
 
 def make_observable() -> None:
-    """Let this process write its stacks into memory at a signal, if possible."""
+    """Write the stacks of this process into memory at a signal, where the kernel allows it."""
     if stacks_file(os.getpid()) is None:
         with contextlib.suppress(OSError):
             file = os.memfd_create(f"hpcdask-stacks-{os.getpid()}")
