@@ -135,18 +135,17 @@ def test_scale_in_an_event_loop_works_without_await(
     base: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     """Regression: it did nothing; and a look that failed was the notebook's last."""
-    real, looks = attached.ask, []
+    real, failures = attached.ask, ["an answer that makes no sense"]
 
     async def ask(scheduler, name, *args, **keywords):
-        if name == "status":
-            looks.append(len(looks))
-            if len(looks) == 2:
-                raise ValueError("an answer that makes no sense")
+        if name == "status" and failures:
+            raise ValueError(failures.pop())
         return await real(scheduler, name, *args, **keywords)
 
     async def use() -> None:
-        monkeypatch.setattr(attached, "ask", ask)
         async with hpcdask.attach("mine", asynchronous=True) as cluster:
+            monkeypatch.setattr(attached, "ask", ask)
+            await until(lambda: not failures, 30, "a look to fail")
             cluster.scale(2)
             await until(lambda: len(cluster.plan) == 2, 30, "the wish to be seen")
             cluster.scale(gpu=1)
