@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import time
@@ -31,7 +32,8 @@ ANSWER_S, QUEUE_S = 2.0, 4.0
 class RunNote(Record):
     """A run, whose rank 0 is `owner`; `queue` and `job` are empty outside of a job.
 
-    `program` is the name of what runs, empty where it is not known.
+    `program` is the name of what runs, empty where it is not known. The next run with the same
+    scheduler file replaces the note.
     """
 
     file: str
@@ -52,12 +54,17 @@ class RunNote(Record):
     @property
     def path(self) -> Path:
         """Return the path of the note."""
-        return folder() / f"{self.owner.host}-{self.owner.pid}.json"
+        return folder() / f"{hashlib.sha256(os.fsencode(self.file)).hexdigest()[:16]}.json"
 
     def write(self) -> None:
         """Add the run to the list."""
         private.make_folders(str(folder()))
         private.write_private(str(self.path), json.dumps(self.to_json()))
+
+    def remove(self) -> None:
+        """Take the run off the list, unless a later run has its place."""
+        if self in listed():
+            private.remove(str(self.path))
 
     async def why_gone(self) -> str:
         """Return why the run has ended; empty while it lives, as far as is seen from here."""
@@ -66,8 +73,8 @@ class RunNote(Record):
             return f"its rank 0 (process {self.owner.pid} on {self.owner.host}) is gone"
         if lives or await self.answers():
             return ""
-        if why := await asyncio.to_thread(self._file_tells):
-            return why
+        if await asyncio.to_thread(self._lost_file):
+            return f"{self.file} is gone, and nobody answers at {self.address}"
         if self.queue and self.job:
             with contextlib.suppress(HpcdaskError):
                 queue: Any = queue_class(self.queue)()
@@ -77,15 +84,9 @@ class RunNote(Record):
                     return f"its job {self.job} is over"
         return ""
 
-    def _file_tells(self) -> str:
-        """Return why the run has ended by its scheduler file, which may not be seen from here."""
-        if os.path.isdir(os.path.dirname(self.file)):
-            if not os.path.lexists(self.file):
-                return f"{self.file} is gone, and nobody answers at {self.address}"
-            with contextlib.suppress(HpcdaskError):
-                if scheduler_file.read(self.file)["address"] != self.address:
-                    return f"{self.file} is another run's by now"
-        return ""
+    def _lost_file(self) -> bool:
+        """Return whether the scheduler file is gone from a folder that is seen from here."""
+        return os.path.isdir(os.path.dirname(self.file)) and not os.path.lexists(self.file)
 
     async def answers(self) -> bool:
         """Return whether its scheduler can be reached from here."""
@@ -99,15 +100,15 @@ class RunNote(Record):
     async def clear(self) -> str:
         """Remove note, scheduler file and keys of one that has ended, and say why it has."""
         if why := await self.why_gone():
-            private.remove(str(self.path))
-            await asyncio.to_thread(scheduler_file.remove, self.file, self.address)
+            self.remove()
+            scheduler_file.remove(self.file, self.address)
         return why
 
     async def row(self) -> dict[str, Any]:
-        """Return the run as a row of `hpcdask list`, which shows one that has ended once."""
-        why, workers = await self.clear(), None
+        """Return the run as a row of `hpcdask list`."""
+        workers = None
         where = ", ".join(filter(None, [self.program, f"{self.file} on {self.owner.host}"]))
-        if why:
+        if why := await self.why_gone():
             state, why = "dead", f"killed: {why}"
         elif await self.answers():
             state, why = "running", where
@@ -118,7 +119,7 @@ class RunNote(Record):
             state, why = "unknown", f"{self.address} is not reachable from here; {where}"
         return {
             "name": os.path.basename(self.file),
-            "id": self.path.stem,
+            "id": f"{self.owner.host}-{self.owner.pid}",
             "kind": "run",
             "state": state,
             "queue": self.queue,

@@ -75,7 +75,8 @@ class RunFiles:
         self.own = os.path.join(agent.scratch, "scheduler.json")
         self.asked = os.path.abspath(asked) if asked else ""
         self._agent, self._script, self._program = agent, script, os.path.basename(script)
-        self._address = self._listed = ""
+        self._address = ""
+        self._note: RunNote | None = None
         self._paths: list[str] = []
         self._nannies: Mapping[str, str] | None = None
 
@@ -92,10 +93,9 @@ class RunFiles:
     def publish(self, nannies: Mapping[str, str]) -> None:
         """List the run on this node and for `hpcdask list`."""
         if self.asked:
-            note = RunNote.of_this(self.asked, self._address, self._program)
+            self._note = RunNote.of_this(self.asked, self._address, self._program)
             with contextlib.suppress(OSError):  # then it is not listed
-                note.write()
-                self._listed = str(note.path)
+                self._note.write()
         with contextlib.suppress(OSError):  # then it is found by its file only
             link = os.path.join(private.node_folder(scheduler_file.RUNS), str(os.getpid()))
             self._agent.clean(link)
@@ -112,8 +112,8 @@ class RunFiles:
 
     def unlist(self) -> None:
         """Take the run off `hpcdask list`, which would else take it for one that was killed."""
-        if self._listed:
-            private.remove(self._listed)
+        if self._note is not None:
+            self._note.remove()
 
     def remove(self) -> None:
         """Remove what lies outside of the rank's folder."""

@@ -83,7 +83,7 @@ def listed() -> list[dict]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("end", ["shutdown", "term", "kill", "kill and down"])
+@pytest.mark.parametrize("end", ["shutdown", "term", "kill"])
 def test_a_run_is_listed_while_it_is_there(
     site: Site, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -106,13 +106,12 @@ def test_a_run_is_listed_while_it_is_there(
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(pid).kill()
     run.end()
-    if end == "kill and down":
-        done = run_cli("down", "--dead", "--yes")
-        assert done.stdout.startswith(f"{file}: removed, with its keys; its rank 0 (process ")
-    elif end == "kill":
+    if end == "kill":
         (row,) = listed()
         assert row["state"] == "dead"
         assert row["why"].startswith("killed: its rank 0 (process ")
+        done = run_cli("down", "--dead", "--yes")
+        assert done.stdout.startswith(f"{file}: removed, with its keys; its rank 0 (process ")
     assert listed() == []
     assert not list(site.folder.glob("mine.json*"))
     assert not list(Path(tmp_path, "runs").iterdir())

@@ -21,6 +21,7 @@ from click.testing import CliRunner
 import hpcdask
 from hpcdask import __version__, cli
 from hpcdask.bench.command import bench
+from hpcdask.client import scheduler_file
 from hpcdask.clusters import command as clusters_command
 from hpcdask.clusters.detached import control, process
 from hpcdask.errors import ClusterError, UsageError
@@ -38,6 +39,7 @@ from hpcdask.jobs.detached import (
 from hpcdask.jobs.discovery import ClusterRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.owner import Owner
+from hpcdask.jobs.runs import RunNote
 from hpcdask.jobs.state import ClusterReport, JobReport, JobState
 from hpcdask.process import process_start
 from hpcdask.queues.job_state import QueueState, QueueStatus
@@ -340,6 +342,24 @@ def test_what_was_asked_of_a_dead_cluster_goes_with_it(
     assert "no jobs and no keys are left" in invoke(tmp_path, "down", "--dead", "--yes")
     assert not (folder.path / REQUEST).exists()
     assert ControlRecord.read(folder).state == ENDED
+
+
+def test_a_list_changes_nothing_and_down_removes_what_a_killed_run_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Regression: a list removed note, scheduler file and keys of a run that had been killed."""
+    file = tmp_path / "cluster.json"
+    gone = replace(Owner.this(), start="0")
+    for address in ("tls://127.0.0.1:9", "tls://127.0.0.1:10"):  # the second takes the place
+        scheduler_file.write(str(file), address, {"tls_ca_file": "a key"}, job=None)
+        replace(RunNote.of_this(str(file), address, "train.py"), owner=gone).write()
+    for _ in range(2):
+        (row,) = json.loads(invoke(tmp_path, "list", "--json"))
+        assert (row["state"], row["address"]) == ("dead", "tls://127.0.0.1:10")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.json", "cluster.json.keys"]
+    assert f"{file}: removed, with its keys" in invoke(tmp_path, "down", "--dead", "--yes")
+    assert not list(tmp_path.iterdir())
+    assert json.loads(invoke(tmp_path, "list", "--json")) == []
 
 
 @pytest.mark.parametrize("words", ["4 8", "gpu=1 gpu=2", "4 gpu=1"])
