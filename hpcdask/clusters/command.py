@@ -98,7 +98,7 @@ async def _cluster_row(cluster: ClusterRecord, folder: ClusterFolder) -> Row:
     record: ControlRecord | None = ControlRecord(folder.name)
     try:
         record = ControlRecord.read(folder)
-        gone = await detached.why_gone(folder) or "" if record else ""
+        gone = (await detached.look(folder)).why or "" if record else ""
     except HpcdaskError as error:
         return _row(folder, record, "unknown", str(error), count)
     problem = cluster.problem().partition("\n")[0]  # it may end with a log's lines
@@ -108,8 +108,7 @@ async def _cluster_row(cluster: ClusterRecord, folder: ClusterFolder) -> Row:
     state = "dead" if gone and record.state not in (detached.ENDING, ENDED) else record.state
     seen, why = cluster.scheduler, gone or problem
     if not why and seen is not None and seen.state in WAITING:
-        reason = f" ({seen.reason})" if seen.reason else ""
-        why = f"its scheduler's job {seen.id} is {seen.state}{reason}"
+        why = f"its scheduler's job {seen.id} is {seen.words}"
     return _row(folder, record, state, why, count)
 
 
@@ -306,11 +305,9 @@ async def _end(cluster: ClusterRecord, problems: Mapping[str, QueueError]) -> li
     folder, lives = cluster.folder, bool(cluster.lives) and cluster.scheduler is None
     queue = queue_class(cluster.queue)()
 
-    async def find() -> list[str]:
-        tags = await queue.tagged()
-        mine = [job_id for job_id, tag in tags.items() if parse_tag(tag)[0] == cluster.name]
+    def is_meant(job_id: str, tag: str) -> bool:
         # a notebook that lives may submit others for ever
-        return [job_id for job_id in mine if job_id in cluster.jobs] if lives else mine
+        return parse_tag(tag)[0] == cluster.name and (not lives or job_id in cluster.jobs)
 
     def awaited() -> bool:
         return folder is not None and not lives and may_bring_more(folder)
@@ -318,8 +315,7 @@ async def _end(cluster: ClusterRecord, problems: Mapping[str, QueueError]) -> li
     try:
         if folder is not None and cluster.scheduler is not None:  # whose record cannot be read
             await detached.cancel_scheduler(folder)
-        if left := await end_jobs(queue, find, tell, awaited):
-            raise QueueError(f"these jobs do not end: {' '.join(left)}")
+        await end_jobs(queue, is_meant, tell, awaited)
     except HpcdaskError as error:
         error.args = (f"{cluster.name}: {error}",)
         return [error]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from hpcdask.errors import NotHere, QueueError, root_cause
 from hpcdask.queues.base import Queue
@@ -23,14 +23,15 @@ PAUSE_S = (0.5, 10.0)
 
 async def end_jobs(
     queue: Queue,
-    find: Callable[[], Awaitable[list[str]]],
+    is_meant: Callable[[str, str], bool],
     say: Callable[[str], None],
-    awaited: Callable[[], bool] = lambda: False,
-) -> list[str]:
-    """Cancel the jobs that `find` says are not over, and return those still there after `END_S`.
+    may_bring_more: Callable[[], bool] = lambda: False,
+) -> None:
+    """Cancel the jobs whose id and tag `is_meant` chooses, until the queue has none.
 
-    `awaited` tells whether more may come. Raises QueueError if the queue did not answer until then,
-    or at once if this host may not ask it.
+    A recorded id alone proves nothing: queues use their numbers again. Raises QueueError if jobs
+    are left after `END_S`, or the queue did not answer until then, or at once if this host may not
+    ask it.
     """
     deadline = time.monotonic() + END_S
     pause, told = PAUSE_S[0], set[str]()
@@ -44,41 +45,36 @@ async def end_jobs(
         live: list[str] = []
         problem: QueueError | None = None
         try:
-            live = await find()
+            live = [one for one, tag in (await queue.tagged()).items() if is_meant(one, tag)]
             if live:
                 say_once(f"cancelling {' '.join(live)}")
                 await queue.cancel(live)
         except NotHere:  # nor will it later
             raise
         except Exception as error:  # an answer that makes no sense may be any exception
-            problem = QueueError(error if isinstance(error, QueueError) else root_cause(error))
+            problem = error if isinstance(error, QueueError) else QueueError(root_cause(error))
             say_once(f"{problem}; trying again")
         if not live and not problem:
-            if not awaited():
-                return []
+            if not may_bring_more():
+                return
             say_once("waiting for the jobs of a submission that was cut off")
         if time.monotonic() > deadline:
-            if problem:
-                raise problem
-            return live
+            raise problem or QueueError(f"these jobs do not end: {' '.join(live)}")
         await asyncio.sleep(pause)
         pause = min(2 * pause, PAUSE_S[1])
 
 
-async def end_cluster(folder: ClusterFolder, queue: Queue, say: Callable[[str], None]) -> list[str]:
-    """Cancel the jobs with the tag of a cluster that nobody holds any more; return what is left.
+async def end_cluster(folder: ClusterFolder, queue: Queue, say: Callable[[str], None]) -> None:
+    """Cancel the jobs of a cluster that nobody holds any more; raise as `end_jobs` does."""
 
-    A recorded id alone proves nothing: queues use their numbers again.
-    """
+    def is_meant(job_id: str, tag: str) -> bool:
+        return parse_tag(tag)[0] == folder.name
 
-    async def find() -> list[str]:
-        found = await queue.tagged()
-        return [job_id for job_id, tag in found.items() if parse_tag(tag)[0] == folder.name]
-
-    return await end_jobs(queue, find, say, lambda: may_bring_more(folder))
+    await end_jobs(queue, is_meant, say, lambda: may_bring_more(folder))
 
 
 def may_bring_more(folder: ClusterFolder) -> bool:
     """Return whether the end of the notebook may have cut off a submission that goes on."""
-    age = folder.unanswered_s()
-    return age is not None and age < UNANSWERED_S
+    scripts = [one.script for one in folder.submissions() if not one.is_answered]
+    begun = [script.stat().st_mtime for script in scripts if script.exists()]
+    return time.time() - max(begun, default=0) < UNANSWERED_S

@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcdask.errors import HpcdaskError, QueueError, UsageError
+from hpcdask.errors import QueueError, UsageError
 from hpcdask.logs import say
 from hpcdask.queues.job_state import OVER, WAITING, QueueStatus
 from hpcdask.queues.registry import queue_class
 from hpcdask.security import private
 from hpcdask.spec.records import Record
 
+from .cancel import end_cluster
 from .folder import ClusterFolder, list_clusters
 
 RECORD, JOB_ID, REQUEST = "control.json", "control.id", "request.json"
@@ -102,36 +103,11 @@ def scheduler_tag(folder: ClusterFolder) -> str:
     return f"hpcdask:{SCHEDULER}{folder.name}"
 
 
-def record_job(folder: ClusterFolder, job_id: str) -> None:
-    """Record the id of the scheduler's job."""
-    private.write_private(str(folder.path / JOB_ID), f"{job_id}\n")
-
-
 def scheduler_job(folder: ClusterFolder) -> str | None:
     """Return the id of the scheduler's job; None if it is a process, or was not submitted."""
     with contextlib.suppress(OSError):
-        return (folder.path / JOB_ID).read_text().strip() or None
+        return (folder.path / JOB_ID).read_text()
     return None
-
-
-async def scheduler_status(folder: ClusterFolder) -> QueueStatus | None:
-    """Return what the queue says of the scheduler's job while it is not over.
-
-    Raises QueueError if the queue does not answer.
-    """
-    if (job_id := scheduler_job(folder)) is None:
-        return None
-    seen = (await queue_class(folder.queue)().query([job_id])).get(job_id)
-    return None if seen is None or seen.state in OVER else seen
-
-
-async def cancel_scheduler(folder: ClusterFolder) -> None:
-    """Cancel the scheduler's job, which is known by its tag: queues use their numbers again."""
-    if scheduler_job(folder) is not None:
-        queue = queue_class(folder.queue)()
-        tag, tags = scheduler_tag(folder), await queue.tagged()
-        if found := [job_id for job_id in tags if tags[job_id] == tag]:
-            await queue.cancel(found)
 
 
 # Names
@@ -163,8 +139,8 @@ def resolve(
     """
     if by_id := [one for one in clusters if one.name == name]:
         return by_id
-    if named := [one for one in clusters if one in known and known[one].name == name]:
-        return [one for one in named if one.ended is None] or named[-1:]
+    if by_name := [one for one in clusters if one in known and known[one].name == name]:
+        return [one for one in by_name if one.ended is None] or by_name[-1:]
     by_start = [one for one in clusters if one.name.startswith(name)]
     return by_start if len(by_start) == 1 else []
 
@@ -209,80 +185,95 @@ def refuse_taken(name: str, base: str | os.PathLike[str] | None) -> None:
 # Life and death
 
 
-async def why_gone(folder: ClusterFolder) -> str | None:
-    """Return why a detached cluster has ended or ends; None while it lives, as far as one sees.
+@dataclass(frozen=True)
+class Sight:
+    """A detached cluster as it is seen from here; `why` it ends or has ended, or None.
 
-    Raises QueueError if the queue does not answer.
+    `there` tells whether the scheduler's process or job is there; None: that cannot be seen. `job`
+    is the scheduler's job while the queue has it.
     """
-    record = ControlRecord.read(folder)
-    if record is None or record.state in (ENDING, ENDED):
-        return record.why if record else "its record is gone"
+
+    record: ControlRecord | None
+    there: bool | None = None
+    job: QueueStatus | None = None
+    why: str | None = None
+
+
+async def look(folder: ClusterFolder) -> Sight:
+    """Return how a detached cluster is, as far as one sees.
+
+    Raises QueueError if the queue does not answer, unless the record says why the cluster ends.
+    """
+    if (record := ControlRecord.read(folder)) is None:
+        return Sight(None, why="its record is gone")
+    why = record.why if record.state in (ENDING, ENDED) else None
     if (job_id := scheduler_job(folder)) is None:
-        owner = folder.owner
-        if owner.lives() is not False:
-            return None
-        return f"its process {owner.pid} on {owner.host} is gone, such as by kill -9 or a reboot"
-    queue = queue_class(folder.queue)()
-    seen = (await queue.query([job_id])).get(job_id)
+        owner, there = folder.owner, folder.owner.lives()
+        gone = f"its process {owner.pid} on {owner.host} is gone, such as by kill -9 or a reboot"
+        return Sight(record, there, why=gone if why is None and there is False else why)
+    queue, job = queue_class(folder.queue)(), f"its scheduler's job {job_id}"
+    try:
+        seen = (await queue.query([job_id])).get(job_id)
+    except QueueError:
+        if why is None:
+            raise
+        return Sight(record, why=why)
     if seen is not None and seen.state not in OVER:
-        if record.state == SUBMITTED or seen.state not in WAITING:
-            return None
-        return f"its scheduler's job {job_id} was ended by the queue, and waits to run again"
-    if seen is None:
-        with contextlib.suppress(QueueError):
-            seen = (await queue.departed([job_id])).get(job_id)
-    again = ControlRecord.read(folder)  # it may have ended in good order meanwhile, or told why
-    if again is not None and (again.why or again.state in (ENDING, ENDED)):
-        return again.why
-    if seen is None:
-        return f"its scheduler's job {job_id} is not in the queue any more"
-    code = "" if seen.exit_code is None else f", exit code {seen.exit_code}"
-    reason = f" ({seen.reason})" if seen.reason else ""
-    return f"its scheduler's job {job_id} has ended: {seen.state}{reason}{code}"
+        if why is None and seen.state in WAITING and record.state != SUBMITTED:
+            why = f"{job} was ended by the queue, and waits to run again"
+        return Sight(record, True, seen, why)
+    if why is None:
+        if seen is None:
+            with contextlib.suppress(QueueError):
+                seen = (await queue.departed([job_id])).get(job_id)
+        code = f", exit code {seen.exit_code}" if seen and seen.exit_code is not None else ""
+        end = f"has ended: {seen.words}{code}" if seen else "is not in the queue any more"
+        again = ControlRecord.read(folder)  # it may have ended in good order, or said why
+        why = (again and again.why) or f"{job} {end}"
+    return Sight(record, False, why=why)
 
 
-def mark_ended(folder: ClusterFolder, why: str) -> None:
-    """Note that a cluster and all its jobs are over; `why`, unless that is known.
+async def settle(folder: ClusterFolder) -> Sight:
+    """End what a detached cluster left whose scheduler died, and return what was seen before.
 
-    A detached cluster has a request, which goes, and a record.
+    Raises HpcdaskError if the queue does not answer, or jobs do not end.
     """
-    (folder.path / REQUEST).unlink(missing_ok=True)
-    folder.remove_keys()  # first, since it makes room on a full disk
-    with contextlib.suppress(UsageError):  # of another release
-        if (record := ControlRecord.read(folder)) is not None:
-            dataclasses.replace(record, state=ENDED, why=record.why or why).write(folder)
-    folder.mark_ended()
+    seen = await look(folder)
+    ends_itself = (
+        seen.record is not None and seen.record.state == ENDING and seen.there is not False
+    )
+    if seen.why is not None and folder.ended is None and not ends_itself:
+        await cancel_scheduler(folder)  # it may wait to run again
+        await finish(folder, seen.why, lambda text: None)
+    return seen
 
 
-async def settle(folder: ClusterFolder) -> str | None:
-    """End what a detached cluster left whose scheduler died, and return why it is gone.
-
-    Returns None while it lives. Raises HpcdaskError if the queue does not answer, or jobs do not
-    end.
-    """
-    why = await why_gone(folder)
-    if why is None or folder.ended is not None:
-        return why
-    record = ControlRecord.read(folder)
-    if record is not None and record.state == ENDING:
-        in_job = scheduler_job(folder) is not None
-        there = in_job and await scheduler_status(folder) is not None
-        if there or (not in_job and folder.owner.lives() is not False):
-            return why  # its process ends the jobs
-    folder.remove_keys()  # jobs that start only now end at once
-    await cancel_scheduler(folder)  # it may wait to run again
-    await finish(folder, why, lambda text: None)
-    return why
+async def cancel_scheduler(folder: ClusterFolder) -> None:
+    """Cancel the scheduler's job, which is known by its tag: queues use their numbers again."""
+    if scheduler_job(folder) is not None:
+        queue = queue_class(folder.queue)()
+        tag, tags = scheduler_tag(folder), await queue.tagged()
+        if found := [job_id for job_id in tags if tags[job_id] == tag]:
+            await queue.cancel(found)
 
 
 async def finish(folder: ClusterFolder, why: str, say: Callable[[str], None]) -> None:
     """End the jobs of a cluster whose process is gone, and mark the cluster as over.
 
-    Raises HpcdaskError if the queue does not answer, or jobs do not end.
+    Raises QueueError if the queue does not answer, or jobs do not end.
     """
-    from .cancel import end_cluster
-
-    folder.remove_keys()
-    if left := await end_cluster(folder, queue_class(folder.queue)(), say):
-        raise HpcdaskError(f"{folder.name}: these jobs do not end: {' '.join(left)}")
+    folder.remove_keys()  # jobs that start only now end at once
+    await end_cluster(folder, queue_class(folder.queue)(), say)
     mark_ended(folder, why)
+
+
+def mark_ended(folder: ClusterFolder, why: str) -> None:
+    """Note that a cluster and all its jobs are over; `why`, unless that is known.
+
+    The request of a detached cluster goes first, since that makes room on a full disk.
+    """
+    (folder.path / REQUEST).unlink(missing_ok=True)
+    with contextlib.suppress(UsageError):  # of another release
+        if (record := ControlRecord.read(folder)) is not None:
+            dataclasses.replace(record, state=ENDED, why=record.why or why).write(folder)
+    folder.mark_ended()

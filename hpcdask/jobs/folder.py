@@ -207,12 +207,6 @@ class ClusterFolder:
         pairs = (one.submitted().items() for one in self.submissions())
         return {job_id: at for some in pairs for job_id, at in some}
 
-    def unanswered_s(self) -> float | None:
-        """Return the seconds since the last submission of which no job is recorded, or None."""
-        waits = [one.script for one in self.submissions() if not one.is_answered]
-        begun = [script.stat().st_mtime for script in waits if script.exists()]
-        return max(0.0, time.time() - max(begun)) if begun else None
-
     def logs_in(self, path: str | os.PathLike[str]) -> None:
         """Put the logs into another folder, made if missing; call it before the first job.
 

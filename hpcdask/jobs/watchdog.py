@@ -122,12 +122,9 @@ def main() -> None:
     _say("the keys are removed")
     try:
         queue = queue_class(folder.queue)()
-        left = asyncio.run(end_cluster(folder, queue, _say))
-        if left:
-            _say(f"still there: {' '.join(left)}. Try: hpcdask down {folder.name}")
-        else:
-            folder.mark_ended()
-            _say("no job is left")
+        asyncio.run(end_cluster(folder, queue, _say))
+        folder.mark_ended()
+        _say("no job is left")
     except HpcdaskError as error:
         _say(f"giving up: {error}. Try: hpcdask down {folder.name}")
 

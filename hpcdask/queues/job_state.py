@@ -59,3 +59,8 @@ class QueueStatus:
     nodes: str = ""
     stuck: bool = False
     copies: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """Return the state with its reason, such as ``pending (Resources)``."""
+        return f"{self.state} ({self.reason})" if self.reason else str(self.state)

@@ -88,13 +88,11 @@ async def submit_and_wait(batch: Batch, say: Say) -> int:
     await asyncio.wait({waiting})
     number = stopped.result()
     say(f"{number.name}: cancelling job {job_id} (a second one leaves it)")
-
-    async def find() -> list[str]:
-        seen = await batch.queue.query([job_id])
-        return [job for job, found in seen.items() if found.state not in OVER]
-
-    left = await end_jobs(batch.queue, find, lambda text: None)
-    say(f"job {job_id} does not end" if left else f"job {job_id} is cancelled and gone")
+    try:
+        await end_jobs(batch.queue, lambda _, tag: tag == batch.tag, lambda _: None)
+        say(f"job {job_id} is cancelled and gone")
+    except QueueError as error:
+        say(f"error: {error}")
     log.copy()
     return 128 + number
 
@@ -142,11 +140,8 @@ async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> QueueStatus:
 
 
 def _state(job_id: str, seen: QueueStatus) -> str:
-    reason = f" ({seen.reason})" if seen.reason else ""
-    if seen.state in WAITING:
-        return f"job {job_id} is {seen.state}{reason}"
-    if seen.state is QueueState.UNKNOWN:
-        return f"job {job_id}: its state is not known{reason}"
+    if seen.state in WAITING or seen.state is QueueState.UNKNOWN:
+        return f"job {job_id} is {seen.words}"
     return f"job {job_id} runs{f' on {seen.nodes}' if seen.nodes else ''}"
 
 

@@ -11,7 +11,6 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import psutil
 import pytest
@@ -196,89 +195,91 @@ def test_a_watchdog_that_does_not_start_is_an_error(tmp_path):
 
 
 class Jobs:
-    """Jobs that end when they are cancelled, of a queue that does not always answer."""
+    """Jobs of a queue that shows these in turn, by id with their tags; an exception: no answer."""
 
-    def __init__(self, *looks: list[str] | None) -> None:
-        self.looks = list(looks)  # what find() sees in turn; None: no answer
+    def __init__(self, *looks: dict[str, str] | Exception) -> None:
+        self.looks = list(looks)
         self.cancelled: list[list[str]] = []
 
-    async def find(self) -> list[str]:
+    async def tagged(self) -> dict[str, str]:
         look = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
-        if look is None:
-            raise QueueError("squeue did not answer")
+        if isinstance(look, Exception):
+            raise look
         return look
 
     async def cancel(self, ids: list[str]) -> None:
         self.cancelled.append(list(ids))
 
-    def end(
-        self, monkeypatch, awaited=lambda: False, patience_s=30.0
-    ) -> tuple[list[str], list[str]]:
-        monkeypatch.setattr(cancel, "PAUSE_S", (0.001, 0.01))
-        monkeypatch.setattr(cancel, "END_S", patience_s)
-        said: list[str] = []
-        left = asyncio.run(cancel.end_jobs(self, self.find, said.append, awaited))
-        return left, said
+
+def ours(*ids: str) -> dict[str, str]:
+    return dict.fromkeys(ids, "hpcdask:ab-1")
 
 
-def test_a_queue_that_does_not_answer_is_asked_again(monkeypatch):
-    jobs = Jobs(None, ["1", "2"], None, ["2"], [])
-    left, said = jobs.end(monkeypatch)
-    assert left == []
-    assert jobs.cancelled == [["1", "2"], ["2"]]
-    assert said == ["squeue did not answer; trying again", "cancelling 1 2", "cancelling 2"]
-
-
-def test_a_host_that_may_not_ask_gives_up_at_once(monkeypatch):
-    """A watchdog on a compute node would outlive its job; there others end what is left."""
-
-    class Denied(Jobs):
-        async def find(self) -> list[str]:
-            return list(await SgeQueue().query(["1"]))
-
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(NotHere, match="qstat cannot be started"):
-        Denied().end(monkeypatch, patience_s=600)
-
-
-def test_a_submission_that_was_cut_off_is_waited_for(monkeypatch):
-    jobs = Jobs([], [], ["7"], [])
-    left, said = jobs.end(monkeypatch, awaited=lambda: len(jobs.looks) > 1)
-    assert left == []
-    assert said == ["waiting for the jobs of a submission that was cut off", "cancelling 7"]
-    assert jobs.cancelled == [["7"]]
-
-
-def test_only_jobs_with_the_clusters_tag_are_cancelled(tmp_path: Path, monkeypatch):
-    """Regression: recorded ids were cancelled unseen, and queues use their numbers again."""
-
-    class Tagged(Jobs):
-        tags: ClassVar[dict[str, str]] = {
-            "7": "hpcdask:ab-1",
-            "8": "hpcdask:cd-2",
-            "9": "hpcdask:ab-1.gpu",
-        }
-
-        async def tagged(self) -> dict[str, str]:
-            return {job: tag for job, tag in self.tags.items() if [job] not in self.cancelled}
-
-        async def cancel(self, ids: list[str]) -> None:
-            self.cancelled += [[job] for job in ids]
-
+@pytest.fixture
+def end_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """End the jobs of a cluster, and return what is said."""
     monkeypatch.setattr(cancel, "PAUSE_S", (0.001, 0.01))
     folder = ClusterFolder.create("ab-1", "local", tmp_path)
     folder.write_script("")
     folder.new_submission().record(["7", "8", "10"])
-    queue = Tagged()
-    assert asyncio.run(cancel.end_cluster(folder, queue, lambda _: None)) == []
-    assert queue.cancelled == [["7"], ["9"]]
+
+    def end_all(queue: Jobs, cut_off: bool = False) -> list[str]:
+        said: list[str] = []
+        if cut_off:
+            folder.new_submission()
+            monkeypatch.setattr(cancel, "UNANSWERED_S", 0.5)
+        asyncio.run(cancel.end_cluster(folder, queue, said.append))
+        return said
+
+    return end_all
 
 
-def test_an_answer_that_makes_no_sense_is_asked_for_again(monkeypatch):
-    class Odd(Jobs):
-        async def find(self) -> list[str]:
-            if self.looks.pop(0) is None:
-                raise KeyError("State")
-            return []
+@pytest.mark.parametrize(
+    ("looks", "cancelled", "said"),
+    [
+        pytest.param(
+            [QueueError("squeue hangs"), ours("1", "2"), QueueError("squeue hangs"), ours("2"), {}],
+            [["1", "2"], ["2"]],
+            ["squeue hangs; trying again", "cancelling 1 2", "cancelling 2"],
+            id="a queue that does not answer",
+        ),
+        pytest.param(
+            [KeyError("State"), {}],
+            [],
+            ["KeyError: 'State'; trying again"],
+            id="an answer that makes no sense",
+        ),
+    ],
+)
+def test_the_queue_is_asked_again(end_all, looks, cancelled, said):
+    jobs = Jobs(*looks)
+    assert end_all(jobs) == said
+    assert jobs.cancelled == cancelled
 
-    assert Odd(None, []).end(monkeypatch) == ([], ["KeyError: 'State'; trying again"])
+
+def test_a_host_that_may_not_ask_gives_up_at_once(end_all, monkeypatch):
+    """A watchdog on a compute node would outlive its job; there others end what is left."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(NotHere, match="qstat cannot be started"):
+        end_all(SgeQueue())
+
+
+def test_jobs_that_do_not_end_are_named(end_all, monkeypatch):
+    monkeypatch.setattr(cancel, "END_S", 0.1)
+    with pytest.raises(QueueError, match="these jobs do not end: 1 2"):
+        end_all(Jobs(ours("1", "2")))
+
+
+def test_a_submission_that_was_cut_off_is_waited_for(end_all):
+    jobs = Jobs({}, {}, ours("7"), {})
+    waits = "waiting for the jobs of a submission that was cut off"
+    assert end_all(jobs, cut_off=True) == [waits, "cancelling 7"]
+    assert jobs.cancelled == [["7"]]
+
+
+def test_only_jobs_with_the_clusters_tag_are_cancelled(end_all):
+    """Regression: recorded ids were cancelled unseen, and queues use their numbers again."""
+    others = {"8": "hpcdask:cd-2"}
+    jobs = Jobs({**ours("7"), **others, "9": "hpcdask:ab-1.gpu"}, others)
+    end_all(jobs)
+    assert jobs.cancelled == [["7", "9"]]

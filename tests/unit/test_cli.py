@@ -28,13 +28,13 @@ from hpcdask.errors import ClusterError, UsageError
 from hpcdask.jobs import discovery
 from hpcdask.jobs.detached import (
     ENDED,
+    JOB_ID,
     RECORD,
     REQUEST,
     ControlRecord,
     control_log,
     find,
     mark_ended,
-    record_job,
 )
 from hpcdask.jobs.discovery import ClusterRecord
 from hpcdask.jobs.folder import ClusterFolder
@@ -266,7 +266,7 @@ def test_the_schedulers_job_is_cancelled_by_its_tag(
     monkeypatch.setattr(LocalQueue, "cancel", cancel)
     monkeypatch.setattr(process, "END_PAUSE_S", 0.01)
     folder = detached_cluster(tmp_path, "mine-1")
-    record_job(folder, "7")
+    (folder.path / JOB_ID).write_text("7")
     asyncio.run(process.end(folder, "hpcdask down"))
     assert set(cancelled) == {"8"}
 

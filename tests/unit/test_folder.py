@@ -17,6 +17,7 @@ import pytest
 
 from hpcdask.errors import UsageError
 from hpcdask.jobs import owner
+from hpcdask.jobs.cancel import may_bring_more
 from hpcdask.jobs.detached import ControlRecord, named
 from hpcdask.jobs.folder import ClusterFolder, base_path, list_clusters, prune
 from hpcdask.jobs.owner import Owner
@@ -183,13 +184,15 @@ def test_submissions_are_numbered_and_keep_their_script(cluster):
     assert abs(again.submitted()["7_2"] - time.time()) < 600
 
 
-def test_an_unanswered_submission_is_noticed(cluster):
-    assert cluster.unanswered_s() is None
+def test_an_unanswered_submission_may_bring_jobs_for_some_time(cluster):
+    assert not may_bring_more(cluster)
     submission = cluster.new_submission()
-    os.utime(submission.script, (0, time.time() - 100))
-    assert cluster.unanswered_s() == pytest.approx(100, abs=30)
+    assert may_bring_more(cluster)
+    os.utime(submission.script, (0, time.time() - 1000))
+    assert not may_bring_more(cluster)
+    os.utime(submission.script)
     submission.record(["1"])
-    assert cluster.unanswered_s() is None
+    assert not may_bring_more(cluster)
 
 
 def test_logs_are_found_by_the_jobs_id(cluster):

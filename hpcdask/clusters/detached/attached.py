@@ -171,18 +171,18 @@ class AttachedCluster(BaseCluster):
         folder = self._folder
         assert folder is not None
         try:
-            why = await detached.settle(folder)
+            seen = await detached.settle(folder)
         except Exception as problem:  # an answer of the queue may make no sense
             return NoAnswer(f"{folder.name} does not answer: {error}. {problem}")
-        if not why:
-            record = ControlRecord.read(folder)
+        if seen.why is None:
+            assert seen.record is not None
             return NoAnswer(
-                f"{folder.name} does not answer at {record.address if record else ''}, though it "
-                f"is not over: see whether this machine reaches that address "
-                f"({type(error).__name__}: {error}){detached.see_log(folder)}"
+                f"{folder.name} does not answer at {seen.record.address}, though it is not over: "
+                f"see whether this machine reaches that address ({type(error).__name__}: {error})"
+                f"{detached.see_log(folder)}"
             )
         if self._failure is None:
-            self._failure = ended(folder, why)
+            self._failure = ended(folder, seen.why)
             if self.status == State.running:
                 self.status = State.closing  # so that its clients do not try to come back
                 say(f"error: {self._failure}")

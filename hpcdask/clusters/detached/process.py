@@ -25,6 +25,7 @@ from hpcdask.jobs import detached
 from hpcdask.jobs.detached import (
     ENDED,
     ENDING,
+    JOB_ID,
     REQUEST,
     RUNNING,
     VERSION,
@@ -209,7 +210,7 @@ async def start(making: Making) -> ClusterFolder:
             await asyncio.to_thread(lambda: subprocess.run(words, check=True, timeout=60, **quiet))
         else:
             (job_id,) = await making.options.queue.submit(str(script), 1)
-            detached.record_job(folder, job_id)
+            private.write_private(str(folder.path / JOB_ID), job_id)
     except BaseException as error:
         detached.mark_ended(folder, f"its scheduler could not be started: {error}")
         raise
@@ -230,10 +231,14 @@ async def await_running(folder: ClusterFolder, timeout_s: float) -> ControlRecor
             return record
         if time.monotonic() - asked > QUEUE_PAUSE_S:
             asked = time.monotonic()
+            waits = ""
             try:
-                if why := await detached.settle(folder):
-                    raise ended(folder, why)
-                waits = await _waiting(folder)
+                seen = await detached.settle(folder)
+                if seen.why is not None:
+                    raise ended(folder, seen.why)
+                if seen.job is not None:
+                    text = f"the scheduler's job {seen.job.id} is {seen.job.words}"
+                    waits = queue_class(folder.queue).judge(seen.job, text)
             except NotHere:
                 raise
             except QueueError as error:  # it may answer later
@@ -248,15 +253,6 @@ async def await_running(folder: ClusterFolder, timeout_s: float) -> ControlRecor
                 f"{detached.see_log(folder)}"
             )
         await asyncio.sleep(RECORD_PAUSE_S)
-
-
-async def _waiting(folder: ClusterFolder) -> str:
-    """Return what a scheduler's job waits for, in words; empty if it does not wait."""
-    if (seen := await detached.scheduler_status(folder)) is None:
-        return ""
-    reason = f" ({seen.reason})" if seen.reason else ""
-    text = f"the scheduler's job {seen.id} is {seen.state}{reason}"
-    return queue_class(folder.queue).judge(seen, text)
 
 
 def security_of(folder: ClusterFolder, record: ControlRecord) -> Security:
@@ -286,9 +282,10 @@ async def end(folder: ClusterFolder, why: str) -> None:
                 await _stop(folder, record)
                 stop_s = END_TIMEOUT_S
             now = ClusterFolder.open(folder.path)
-            if now.ended is None:
-                await detached.settle(now)  # its process may have died
-            elif not await _is_there(now, record):
+            seen = await detached.settle(now)  # its process may have died
+            # a cluster that only starts is held by the process that makes it
+            may_stay = seen.job is None and record.state != RUNNING
+            if now.ended is not None and (may_stay or not seen.there):
                 return
             problem = ""
         except NotHere:
@@ -305,23 +302,16 @@ async def end(folder: ClusterFolder, why: str) -> None:
 
 async def _stop(folder: ClusterFolder, record: ControlRecord) -> None:
     """End a scheduler that waits in the queue or does not answer."""
-    owner = folder.owner  # until the cluster runs, the process that makes it
+    owner = folder.owner
     if detached.scheduler_job(folder) is not None:
         await detached.cancel_scheduler(folder)
-    elif owner.lives() is None:
+    elif (lives := owner.lives()) is None:
         raise ClusterError(
             f"{folder.name} is a process of {owner.host} and does not answer: there, try "
             f"hpcdask down {folder.name}"
         )
-    elif owner.lives() and record.state == RUNNING:
+    elif lives and record.state == RUNNING:
         os.kill(owner.pid, signal.SIGTERM)
-
-
-async def _is_there(folder: ClusterFolder, record: ControlRecord) -> bool:
-    """Return whether the process of a cluster that is over, or its job, is still there."""
-    if detached.scheduler_job(folder) is None:
-        return record.state == RUNNING and folder.owner.lives() is True
-    return await detached.scheduler_status(folder) is not None
 
 
 def ended(folder: ClusterFolder, why: str) -> ClusterError:
