@@ -1,5 +1,7 @@
 """Fixtures for tests that launch real programs."""
 
+import asyncio
+import inspect
 import os
 import re
 import signal
@@ -45,6 +47,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if re.sub(r"\bmpich\b", "openmpi", item.nodeid) in names - {item.nodeid}:
             item.add_marker(pytest.mark.long)
+
+
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(autouse=True, scope="module")

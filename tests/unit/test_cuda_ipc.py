@@ -16,8 +16,8 @@ import pytest
 
 from hpcdask.comm import cuda_ipc
 from hpcdask.comm.cuda_ipc import Mappings, own_namespace, release_of_the_dead
-from hpcdask.process import process_start
-from launching import unavailable
+from hpcdask.process import process_start as start
+from launching import unavailable, until
 
 STAND_IN = """
 #include <cstdint>
@@ -72,55 +72,38 @@ def sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 
 
-def test_memory_of_a_process_that_ends_is_let_go_of(library, monkeypatch):
+async def test_memory_of_a_process_that_ends_is_let_go_of(library, monkeypatch):
     monkeypatch.setattr(cuda_ipc, "LOOK_INTERVAL_S", 0.01)
     monkeypatch.setattr(cuda_ipc, "synchronize", lambda: None)
-    mappings = Mappings((1, 21, 0))
+    looked: list[int] = []
+    monkeypatch.setattr(cuda_ipc, "process_start", lambda pid: looked.append(pid) or start(pid))
+    mappings, turns = Mappings((1, 21, 0)), []
     assert mappings.processes() == set()
-    turns: list[None] = []
     destroyed = ctypes.c_int.in_dll(library, "destroyed")
 
-    async def main() -> None:
-        with sleeper() as ending, sleeper() as living:
-            library.fill(ending.pid, living.pid, ctypes.c_ulong(own_namespace()))
-            both = {(ending.pid, own_namespace()), (living.pid, own_namespace())}
-            assert mappings.processes() == both
-            watching = asyncio.create_task(
-                release_of_the_dead(mappings, lambda: turns.append(None))
-            )
-            # it has seen both alive
-            start = asyncio.get_running_loop().create_future()
-            real = process_start
+    async def both_looked_at() -> None:
+        looked.clear()
+        await until(lambda: {ending.pid, living.pid} <= set(looked[:-2]))
 
-            def seen(pid: int) -> str:
-                if pid == max(ending.pid, living.pid) and not start.done():
-                    start.set_result(None)
-                return real(pid)
-
-            monkeypatch.setattr(cuda_ipc, "process_start", seen)
-            async with asyncio.timeout(60):
-                await start
-                assert destroyed.value == 0
-                ending.kill()
-                ending.wait()
-                while not destroyed.value:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-                looks = len(turns)
-                # a further look leaves it at that, and the living alone
-                start = asyncio.get_running_loop().create_future()
-                await start
-            assert destroyed.value == 1
-            assert len(turns) == looks == cuda_ipc.PROGRESS_TURNS
-            watching.cancel()
-            living.kill()
-
-    asyncio.run(main())
+    with sleeper() as ending, sleeper() as living:
+        library.fill(ending.pid, living.pid, ctypes.c_ulong(own_namespace()))
+        both = {(ending.pid, own_namespace()), (living.pid, own_namespace())}
+        assert mappings.processes() == both
+        watching = asyncio.create_task(release_of_the_dead(mappings, lambda: turns.append(None)))
+        await both_looked_at()
+        assert destroyed.value == 0
+        ending.kill()
+        ending.wait()
+        await until(lambda: destroyed.value)
+        await both_looked_at()  # which leaves it at that, and the living alone
+        assert destroyed.value == 1
+        assert len(turns) == cuda_ipc.PROGRESS_TURNS
+        watching.cancel()
+        living.kill()
 
 
-def test_other_versions_of_ucx_are_left_alone(library):
+@pytest.mark.parametrize("version", [(1, 20, 1), (1, 22, 0)])
+async def test_other_versions_of_ucx_are_left_alone(library, version):
     library.fill(1, 2, ctypes.c_ulong(3))
-    for version in ((1, 20, 1), (1, 22, 0)):
-        mappings = Mappings(version)
-        assert not mappings.known
-        assert mappings.processes() == set()
-        asyncio.run(asyncio.wait_for(release_of_the_dead(mappings, print), 60))
+    assert Mappings(version).processes() == set()
+    await release_of_the_dead(Mappings(version), print)  # ends at once

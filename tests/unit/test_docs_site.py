@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
-import json
 import re
 import shlex
 import subprocess
@@ -107,37 +107,29 @@ def _called(words: list[str]) -> Iterator[list[str]]:
 
 def check(words: list[str]) -> None:
     """Raise if a call of hpcdask has options that do not exist."""
-    given = [word for word in words[1:] if not re.fullmatch(r"\[.*\]|\.\.\.|…|\$.*", word)]
-    if words[0] == "hpcdask.run" and not {"--help", "--help-all"} & set(given):
+    name, *given = (word for word in words if not re.fullmatch(r"\[.*\]|\.\.\.|…|\$.*", word))
+    if {"--help", "--help-all", "-h"} & set(given):
+        return
+    if name == "hpcdask.run":
         launched = parse(given)
         if launched.program and launched.program.target == "hpcdask.bench":
-            _check_group(bench, launched.program.arguments)
-    elif words[0] == "hpcdask.bench":
-        _check_group(bench, given)
-    elif words[0] == "hpcdask":
-        _check_group(cli.main, given)
+            _check(bench, launched.program.arguments)
+    else:
+        _check(bench if name == "hpcdask.bench" else cli.main, given)
 
 
-def _check_group(group: click.Group, words: list[str]) -> None:
-    if not words or words[0].isupper():  # all of them, or a placeholder
-        return
-    if words[0].startswith("-"):
-        assert words[0] in options_of(group), words
-        return
-    assert words[0] in group.commands, words
-    if words[0] == "bench":
-        _check_group(bench, words[1:])
-        return
-    if words[0] == "run":
-        check(["hpcdask.run", *words[1:]])
-        return
-    one = group.commands[words[0]]
+def _check(one: click.Command, words: list[str]) -> None:
     if isinstance(one, click.Group):
-        _check_group(one, words[1:])
-    elif not {"--help", "-h"} & set(words):
-        values = one.make_context(words[0], list(words[1:])).params
-        for options in [values["run"]] if values.get("run") else []:
-            parse(shlex.split(options))
+        if not words or words[0].isupper():  # all of them, or a placeholder
+            return
+        if words[0].startswith("-"):
+            assert words[0] in options_of(one), words
+        elif words[0] in ("run", "bench"):
+            check([f"hpcdask.{words[0]}", *words[1:]])
+        else:
+            _check(one.commands[words[0]], words[1:])
+    elif options := one.make_context(one.name, list(words)).params.get("run"):
+        parse(shlex.split(options))
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -193,37 +185,33 @@ FUNCTIONS = [
 ]
 
 
+#: Assignments in backquotes that are no keywords of hpcdask: of Prefect, NumPy, Dask, joblib, PBS,
+#: dask-mpi, and groups of the pages' clusters.
+PLAIN = {"cluster", "cluster_class", "out", "pure", "scatter", "ngpus", "comm", "gpu", "cpu"}
+
+
 @cache
-def cluster_keywords() -> set[str]:
-    """Those that a cluster class takes, of any queueing system."""
-    found = set(RunSpec.__dataclass_fields__)
-    for name in hpcdask.__all__:
-        cls = getattr(hpcdask, name)
-        if name.endswith("Cluster"):
-            found |= set(inspect.signature(cls).parameters)
-            for method in ("scale", "adapt", "job_logs", "logs", "close"):
-                found |= set(inspect.signature(getattr(cls, method)).parameters)
-    return found
-
-
-def takes(name: str) -> set[str] | None:
-    """Keywords of something of hpcdask's, or None for anything else."""
-    short = name.rpartition(".")[2]
-    if short in ("SLURMCluster", *filter(re.compile("Cluster$").search, hpcdask.__all__)):
-        return cluster_keywords()
-    if short in ("Runner", "initialize"):
-        return set(RunSpec.__dataclass_fields__) | {"exit", "worker_options"}
-    if short in ("scale", "adapt", "job_logs", "logs"):
-        return cluster_keywords() | {"gpu", "cpu"}  # groups of the pages' clusters
-    found = next((f for f in FUNCTIONS if f.__name__ == short), None)
-    return None if found is None else set(inspect.signature(found).parameters)
+def keywords() -> dict[str, set[str]]:
+    """Return the keywords of each public name, and of what clusters do."""
+    clusters = [getattr(hpcdask, name) for name in hpcdask.__all__ if name.endswith("Cluster")]
+    methods = ("scale", "adapt", "job_logs", "logs", "close")
+    run = set(RunSpec.__dataclass_fields__)
+    of_cluster = run | {"gpu", "cpu"}
+    for cls in clusters:
+        for one in (cls, *(getattr(cls, method) for method in methods)):
+            of_cluster |= set(inspect.signature(one).parameters)
+    found = {one.__name__: set(inspect.signature(one).parameters) for one in FUNCTIONS}
+    found |= dict.fromkeys(("Runner", "initialize"), run | {"exit", "worker_options"})
+    names = [cls.__name__ for cls in clusters]
+    return found | dict.fromkeys((*methods[:-1], *names, "SLURMCluster"), of_cluster)
 
 
 def calls(source: str) -> Iterator[tuple[str, set[str]]]:
-    """Name and keywords of each call in a program."""
+    """Yield name and keywords of each call in a program."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), {word.arg for word in node.keywords if word.arg}
+            name = ast.unparse(node.func).rpartition(".")[2]
+            yield name, {word.arg for word in node.keywords if word.arg}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -231,26 +219,14 @@ def test_keywords_exist(page):
     text = PAGES[page]
     sources = [block for language, block in BLOCK.findall(text) if language == "python"]
     for span in spans(text):
-        try:
-            ast.parse(span.replace("…", "0").replace("(...)", "()"))
-        except (SyntaxError, ValueError):
-            continue
-        sources.append(span.replace("…", "0"))
-    for source in sources:
-        for name, given in calls(source):
-            known = takes(name)
-            assert known is None or given <= known, f"{page}: {name}({given - known})"
-    known = set.union(
-        cluster_keywords(), *(set(inspect.signature(f).parameters) for f in FUNCTIONS)
-    )
-    known |= {"exit", "worker_options", "comm"}  # of initialize, and of dask-mpi's
+        with contextlib.suppress(SyntaxError, ValueError):
+            ast.parse(source := span.replace("…", "0").replace("(...)", "()"))
+            sources.append(source)
+    for name, given in (call for source in sources for call in calls(source)):
+        assert given <= keywords().get(name, given), f"{page}: {name}"
     for span in spans(text):
         if found := re.match(r"([a-z][a-z_]*)=(?!=)", span):
-            assert found[1] in known | PLAIN, f"{page}: {span}"
-
-
-#: Assignments in backquotes that are no keywords of hpcdask: of Prefect, NumPy, Dask, joblib, PBS.
-PLAIN = {"cluster", "cluster_class", "out", "pure", "scatter", "ngpus"}
+            assert found[1] in set.union(PLAIN, *keywords().values()), f"{page}: {span}"
 
 
 # Coming from other tools
@@ -277,80 +253,55 @@ def _rows(heading: str) -> list[list[str]]:
     return rows
 
 
-def test_dask_mpi_has_the_options_and_all_are_told():
-    told = {o for row in _rows("dask-mpi") for o in re.findall(r"--[a-z-]+", row[0])}
-    assert told == _dask_mpi_options() - {"--help", "--help-all", "-h"}
+def told(heading: str, pattern: str) -> set[str]:
+    """Return what the first column of a table names."""
+    return {found for row in _rows(heading) for found in re.findall(pattern, row[0])}
+
+
+def test_all_options_of_dask_mpi_are_told():
+    assert told("dask-mpi", r"--[a-z-]+") == _dask_mpi_options() - {"--help", "--help-all", "-h"}
 
 
 @needs("dask_cuda")
-def test_dask_cuda_has_the_keywords_and_all_are_told():
+def test_all_keywords_of_dask_cuda_are_told():
     from dask_cuda import LocalCUDACluster
 
     there = set(inspect.signature(LocalCUDACluster.__init__).parameters)
-    told = {k for row in _rows("`LocalCUDACluster`") for k in re.findall(r"`(\w+)`", row[0])}
-    assert told == there - {"self", "kwargs"}
+    assert told("`LocalCUDACluster`", r"`(\w+)`") == there - {"self", "kwargs"}
 
 
 def test_dask_jobqueue_has_what_is_told():
     slurm = import_jobqueue("slurm")
-    from dask_jobqueue.core import JobQueueCluster
-
     there = job_keywords(slurm.SLURMJob)
-    there |= set(inspect.signature(JobQueueCluster.__init__).parameters)
-    for cell, _ in _rows("dask-jobqueue"):
-        for word in re.findall(r"`(\w+)=", cell):
-            assert word in there, cell
-    assert slurm.SLURMRunner
+    there |= set(inspect.signature(import_jobqueue("core").JobQueueCluster.__init__).parameters)
+    assert told("dask-jobqueue", r"`(\w+)=") <= there
 
 
 # Messages
 
-SLOT = "\0"
-#: Texts with fewer fixed characters are in every message.
-LEAST = 10
-
 
 @cache
-def messages() -> list[re.Pattern[str]]:
-    """Every text of the code as a pattern, whose groups are its fixed parts."""
-    found = set()
-    for path in (ROOT / "hpcdask").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(node.value)
-            elif isinstance(node, ast.JoinedStr):
-                parts = (getattr(part, "value", None) for part in node.values)
-                found.add("".join(part if isinstance(part, str) else SLOT for part in parts))
-    patterns = []
-    for text in found:
-        fixed = [part for part in text.split(SLOT) if part]
-        if LEAST <= sum(map(len, fixed)) < 1000:
-            patterns.append(re.compile(".*?".join(f"({re.escape(part)})" for part in fixed)))
-    return patterns
-
-
-def known_characters(quote: str) -> int:
-    """How many characters of a message are fixed parts of texts that it holds."""
-    known: set[int] = set()
-    for pattern in messages():
-        if found := pattern.search(quote):
-            for group in range(1, pattern.groups + 1):
-                known.update(range(*found.span(group)))
-    return len(known)
+def texts() -> set[str]:
+    """Return the fixed parts of every text of the code; shorter ones are in every message."""
+    nodes = (
+        node
+        for path in (ROOT / "hpcdask").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    return {node.value for node in nodes if 8 <= len(node.value) < 1000}
 
 
 def quotes() -> list[str]:
-    """The messages that troubleshooting.md is about."""
+    """Return the messages that troubleshooting.md is about."""
     found = BLOCK.findall(PAGES["docs/troubleshooting.md"])
-    return [
-        text.strip().removeprefix("warning: ") for language, text in found if language == "text"
-    ]
+    return [text.removeprefix("warning: ") for language, text in found if language == "text"]
 
 
 @pytest.mark.parametrize("quote", quotes(), ids=lambda quote: quote[:30])
 def test_messages_exist(quote):
     """Most of a message is text of the code, and the rest are names and numbers."""
-    assert known_characters(quote) >= 0.4 * len(quote)
+    assert sum(len(text) for text in texts() if text in quote) >= 0.4 * len(quote)
 
 
 # Links
@@ -389,13 +340,6 @@ def test_paths_exist(page):
         assert found or "NAME" in name, f"{page}: {name}"
 
 
-def test_every_page_is_in_the_table_of_contents():
-    tables = "".join(t for kind, t in BLOCK.findall(PAGES["docs/index.md"]) if "toctree" in kind)
-    listed = re.findall(r"^(?:.* <)?([a-z][\w/-]*)>?$", tables, re.MULTILINE)
-    pages = {name.removeprefix("docs/").removesuffix(".md") for name in PAGES} - {"README", "index"}
-    assert set(listed) >= {name for name in pages if "/_build/" not in name}
-
-
 def test_the_citation_has_the_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert str(cited["version"]) == hpcdask.__version__
@@ -412,29 +356,39 @@ SITE, *KINDS = [
 ]
 
 
-def test_the_site_file_is_read(tmp_path, monkeypatch):
-    """As an administrator writes it, with the networks of this machine."""
-    text = SITE.replace("eth1", "lo").replace("ib0", "lo")
-    text = text.replace(": /local", f": {tmp_path}")
-    (tmp_path / "site.yaml").write_text(text)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    configured = dask.config.collect_yaml([str(tmp_path / "site.yaml")])
-    import_jobqueue("slurm")
-    with dask.config.set(dask.config.merge(dask.config.config, *configured)):
+JOBQUEUE = Path(inspect.getfile(import_jobqueue("core"))).with_name("jobqueue.yaml")
+
+
+@contextlib.contextmanager
+def configured(text: str, folder: Path) -> Iterator[dict]:
+    """Have dask read a file as an administrator writes it; its keys are those that there are."""
+    (folder / "site.yaml").write_text(text)
+    (found,) = dask.config.collect_yaml([str(folder / "site.yaml")])
+    for system, section in found["jobqueue"].items():
+        import_jobqueue(system)
+        assert set(section) <= set(yaml.safe_load(JOBQUEUE.read_text())["jobqueue"][system])
+    with dask.config.set(dask.config.merge(dask.config.config, found)):
+        yield found
+
+
+def script_of(cluster_class: type, **keywords) -> str:
+    with cluster_class(**keywords) as cluster:
+        return cluster.job_script()
+
+
+def test_the_site_file_is_read(tmp_path):
+    """With the networks of this machine."""
+    text = re.sub("eth1|ib0", "lo", SITE).replace(": /local", f": {tmp_path}")
+    with configured(text, tmp_path):
         assert dask.config.get("hpcdask.shared-directory") == "/scratch/rendezvous"
-        with hpcdask.SLURMCUDACluster() as cluster:
-            script = cluster.job_script()
-        for line in ("-p gpu", "--cpus-per-task=16", "-t 02:00:00", "--gres=gpu:1"):
-            assert f"#SBATCH {line}\n" in script
-        assert "\nmodule load hpcdask/0.1\n" in script
-        assert "--interface lo --" in f"{script} --"
-        with hpcdask.SLURMCUDACluster(queue="h200", gpu_type="h200") as cluster:
-            script = cluster.job_script()
-        assert "#SBATCH -p h200\n" in script
-        assert "#SBATCH --gres=gpu:h200:1\n" in script
-    known = set(yaml.safe_load(JOBQUEUE.read_text())["jobqueue"]["slurm"])
-    for section in yaml.safe_load(text)["jobqueue"].values():
-        assert set(section) <= known
+        script = script_of(hpcdask.SLURMCUDACluster)
+        other = script_of(hpcdask.SLURMCUDACluster, queue="h200", gpu_type="h200")
+    for line in ("-p gpu", "--cpus-per-task=16", "-t 02:00:00", "--gres=gpu:1"):
+        assert f"#SBATCH {line}\n" in script
+    assert "\nmodule load hpcdask/0.1\n" in script
+    assert "--interface lo --" in f"{script} --"
+    assert "#SBATCH -p h200\n" in other
+    assert "#SBATCH --gres=gpu:h200:1\n" in other
 
 
 #: Directives that each of them gives a job.
@@ -446,25 +400,17 @@ DIRECTIVES = {
 
 
 @pytest.mark.parametrize("kind", DIRECTIVES)
-def test_the_file_of_each_kind_of_site_gives_jobs_of_one_node(tmp_path, monkeypatch, kind):
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_the_file_of_each_kind_of_site_gives_jobs_of_one_node(tmp_path, kind):
     text = dict(zip(DIRECTIVES, KINDS, strict=True))[kind]
-    (tmp_path / "site.yaml").write_text(re.sub("interface: .*", "interface: lo", text))
-    (configured,) = dask.config.collect_yaml([str(tmp_path / "site.yaml")])
-    ((system, section),) = configured["jobqueue"].items()
-    import_jobqueue(system)
-    assert set(section) <= set(yaml.safe_load(JOBQUEUE.read_text())["jobqueue"][system])
-    cls = {"slurm": hpcdask.SLURMCUDACluster, "pbs": hpcdask.PBSCUDACluster}[system]
-    with dask.config.set(dask.config.merge(dask.config.config, configured)), cls() as cluster:
-        script = cluster.job_script()
+    with configured(re.sub("interface: .*", "interface: lo", text), tmp_path) as found:
+        (system,) = found["jobqueue"]
+        script = script_of(getattr(hpcdask, f"{system.upper()}CUDACluster"))
+    prefix = {"slurm": "#SBATCH", "pbs": "#PBS"}[system]
     for directive in DIRECTIVES[kind].split(", "):
-        assert f"\n{cluster.queue.prefix} {directive}\n" in script
+        assert f"\n{prefix} {directive}\n" in script
     assert len(re.findall("^#.*(?:gpus-per-node|gres|ngpus)=", script, re.MULTILINE)) == 1
     assert "\nmodule load " in script
     assert " --workers 4 " in script
-
-
-JOBQUEUE = Path(inspect.getfile(import_jobqueue("core"))).with_name("jobqueue.yaml")
 
 
 # The site
@@ -490,15 +436,3 @@ def test_the_site_builds_without_warnings(tmp_path):
     api = (tmp_path / "site/reference/api.html").read_text()
     for name in hpcdask.__all__:
         assert f'id="hpcdask.{name}"' in api
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "jobscripts").glob("*.ipynb")), ids=lambda p: p.name
-)
-def test_notebooks_import_what_there_is(path):
-    """Regression: a notebook imported a module that had gone; they run as a whole nightly."""
-    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    lines = [line.strip() for cell in cells for line in cell["source"]]
-    own = [line for line in lines if re.match(r"(from|import) hpcdask", line)]
-    assert own
-    exec("\n".join(own), {})
