@@ -1,25 +1,31 @@
-"""What the tests on real GPUs share: runs under mpirun, and what the machine has."""
+"""What the tests on real GPUs share: programs under mpirun, clusters, and what the machine has."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hpcdask
 from hpcdask.comm import fabric
 from hpcdask.gpu.devices import Gpu
-from launching import Launcher
+from launching import Launcher, Result
 
+RUN = (sys.executable, "-m", "hpcdask.run")
 #: Exchanges blocks between the workers, checks them, and goes on with "stay" among its words.
 EXCHANGE = """
 import json, os, sys, time
 import dask.array as da, numpy as np
-from distributed import Client
+from hpcdask.bench.cluster import wait_until_warm
 
 def block(block_id=None):
     import cupy
@@ -30,6 +36,7 @@ def transports(dask_worker):
     return list(dask_worker.peer_transports.values())
 
 client = Client()
+wait_until_warm(client)
 x = da.map_blocks(block, chunks=((1000,) * 4, (1000,) * 4), dtype=float, meta=np.empty((0, 0)))
 y = (x + x.T).map_blocks(lambda b: b.get(), meta=np.empty((0, 0))).compute()
 expected = np.kron([[11.0 * (i + j) for j in range(4)] for i in range(4)], np.ones((1000, 1000)))
@@ -48,32 +55,47 @@ while "stay" in sys.argv:
 
 
 def launch(
-    ranks: int, *arguments: str, timeout: float = 90, wrapper: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """Run under the mpirun on PATH. What hangs is ended, and tells the stacks of its threads.
+    ranks: int,
+    *options: str,
+    program: str = "",
+    words: Sequence[str] = (),
+    code: int | None = 0,
+    timeout: float = 90,
+    wrapper: str = "",
+    env: dict[str, str] | None = None,
+) -> Result:
+    """Run ``python -m hpcdask.run OPTIONS`` under the mpirun on PATH.
+
+    What hangs is ended, and tells the stacks of its threads.
 
     Parameters
     ----------
-    ranks, arguments, timeout
-        How many, what follows ``-m hpcdask.run``, and seconds.
+    ranks
+        How many; 0 without a launcher.
+    program, words
+        The text of a program, which comes after the options with these words.
+    code
+        The exit code that it must have; None: any but 0.
     wrapper
         What a shell does in each rank before.
     """
-    if shutil.which("mpirun") is None:
+    if ranks and shutil.which("mpirun") is None:
         pytest.fail("no mpirun on PATH")
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    env = {**os.environ, **allowed, "PYTHONFAULTHANDLER": "1"}
-    launcher = Launcher("the mpirun on PATH", ["mpirun", "--oversubscribe"], env)
+    prefix = ["mpirun", "--oversubscribe"] if ranks else ["sh", "-c", 'shift 2; exec "$@"', "sh"]
+    launcher = Launcher("mpirun", prefix, {**os.environ, **allowed, "PYTHONFAULTHANDLER": "1"})
     shell = ["sh", "-c", f'{wrapper}; exec "$@"', "sh"] if wrapper else []
-    command = [*shell, sys.executable, "-m", "hpcdask.run", *arguments]
-    done = launcher.run(ranks, *command, timeout=timeout)
-    return subprocess.CompletedProcess(arguments, done.code, done.out, done.err)
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "program.py")
+        script.write_text(program)
+        command = [*shell, *RUN, *options, *([str(script), *words] if program else ())]
+        done = launcher.run(ranks, *command, timeout=timeout, env=env)
+    assert done.code == code if code is not None else done.code, done.err
+    return done
 
 
-def run_python(
-    *words: str, timeout: float = 150, check: bool = True, **kwargs: Any
-) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words to its end, which is a good one unless `check` is False."""
+def run_python(*words: str, timeout: float = 150, **kwargs: Any) -> subprocess.CompletedProcess:
+    """Run Python with these words to a good end."""
     done = subprocess.run(
         [sys.executable, *words],
         capture_output=True,
@@ -83,8 +105,20 @@ def run_python(
         check=False,
         **kwargs,
     )
-    assert done.returncode == 0 or not check, done.stderr
+    assert done.returncode == 0, done.stderr
     return done
+
+
+@contextlib.contextmanager
+def job_cluster(folder: Path, workers: int, slurm: bool = False, **keywords: Any) -> Iterator[Any]:
+    """Yield a cluster whose jobs have a GPU each, with so many workers there, and its client."""
+    usual = {"cores": 1, "memory": "8GiB", "walltime": "01:00:00", "poll_interval": 1}
+    usual["shared_temp_directory"] = str(folder / "clusters")
+    cluster_class = hpcdask.SLURMCUDACluster if slurm else hpcdask.LocalCUDAJobCluster
+    with cluster_class(**{**usual, **keywords}) as cluster, cluster.get_client() as client:
+        cluster.scale(workers)
+        client.wait_for_workers(workers, timeout=120)
+        yield cluster, client
 
 
 def sharing(workers: int, gpus: list[Gpu]) -> list[str]:
@@ -94,12 +128,30 @@ def sharing(workers: int, gpus: list[Gpu]) -> list[str]:
     return ["--oversubscribe", "--rmm-pool-size", f"{0.8 / -(-workers // len(gpus)):g}"]
 
 
+def workers_on(gpus: list[Gpu]) -> int:
+    """How many to start: one per GPU, or two that share the only one, and map each other, too."""
+    if len(gpus) > 1 and not nvlink_joins(gpus):
+        pytest.skip("needs GPUs that NVLink joins")
+    return max(2, len(gpus))
+
+
 def nvlink_joins(gpus: list[Gpu]) -> bool:
     mine = {frozenset(pair) for pair in itertools.combinations([gpu.uuid for gpu in gpus], 2)}
     return bool(mine) and mine <= {frozenset(pair) for pair in fabric.look().nvlink}
 
 
 def slurm_answers() -> bool:
-    """Whether the controller of a SLURM does."""
+    """Return whether the controller of a SLURM does."""
     ping = ["scontrol", "ping"]
     return bool(shutil.which("srun")) and not subprocess.run(ping, capture_output=True).returncode
+
+
+def used_memory() -> list[int]:
+    """Return the MiB in use on each GPU."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.check_output(query, text=True).splitlines()]
+
+
+def device_memory_is_back(before: list[int]) -> bool:
+    """Return whether as much is in use again as before, but for what the driver keeps."""
+    return all(now < then + 64 for now, then in zip(used_memory(), before, strict=True))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from chaos.episodes import Episode, draw, shrink
 from chaos.playing import Violation
-from chaos.runs import device_memory_is_back, used_memory
+from gpu_launching import device_memory_is_back, used_memory
 
 
 def open_arena(name: str, folder: Path, share: int = 1):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from chaos.episodes import Episode, Event
 from chaos.hosts import Hosts, disk, over
 from chaos.hosts import missing as missing_hosts
 from chaos.playing import Player, Undo, Violation, strike
-from gpu_launching import sharing
+from gpu_launching import device_memory_is_back, sharing, used_memory
 from hpcdask.gpu.devices import visible_gpus
 from launching import Launcher, describe, mpich_launcher, name_of, openmpi_launcher, wait_for
 from running import Running, Site, no_launcher
@@ -284,14 +283,3 @@ class Run:
         (self.site.folder / "nothing.py").write_text("")
         n = self.options["n"]
         self.site.start(*self._file, "nothing.py", n=n, find=False).process.wait(120)
-
-
-def used_memory() -> list[int]:
-    """MiB in use on each GPU."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return [int(line) for line in subprocess.check_output(query, text=True).splitlines()]
-
-
-def device_memory_is_back(before: list[int]) -> bool:
-    """Whether as much is in use again as before, but for what the driver keeps."""
-    return all(now < then + 64 for now, then in zip(used_memory(), before, strict=True))

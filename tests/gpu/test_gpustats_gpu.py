@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import hpcdask
-from gpu_launching import run_python, slurm_answers
+from gpu_launching import job_cluster, launch, run_python, slurm_answers
 from hpcdask.gpu.devices import Gpu
-from hpcdask.gpu.samples import GpuSample, read_sample
+from hpcdask.gpu.samples import read_sample
 from launching import wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -36,17 +29,6 @@ FIGURES = [
     ("ecc.errors.corrected.volatile.total", "ecc_corrected", 1, 0),
     ("ecc.errors.uncorrected.volatile.total", "ecc_uncorrected", 1, 0),
 ]
-MATMUL = """
-import sys, time, cupy
-x = cupy.random.random((8192, 8192), dtype="f4")
-(x @ x).sum().get()
-print("ready", flush=True)
-until = time.monotonic() + float(sys.argv[1])
-while time.monotonic() < until:
-    for _ in range(10):
-        y = x @ x
-    cupy.cuda.Device().synchronize()
-"""
 PROGRAM = """
 import json, time
 import hpcdask
@@ -78,142 +60,37 @@ print(json.dumps({
 """
 
 
-@pytest.fixture
-def whole(gpus: list[Gpu]) -> list[Gpu]:
-    """The GPUs that are not sliced: of slices nvidia-smi and NVML tell next to nothing."""
-    found = [gpu for gpu in gpus if gpu.uuid.startswith("GPU-")]
-    if not found:
-        pytest.skip("all GPUs are sliced")
-    if shutil.which("nvidia-smi") is None:
-        pytest.skip("no nvidia-smi here")
-    return found
-
-
-def read(uuids: list[str]) -> list[GpuSample]:
-    found = list(map(read_sample, uuids))
-    assert None not in found
-    return found
-
-
-@contextlib.contextmanager
-def read_often(uuids: list[str]) -> Iterator[list[GpuSample]]:
-    """Samples every 0.05 s while the block runs."""
-    samples = read(uuids)
-    end = threading.Event()
-
-    def read_on() -> None:
-        while not end.wait(0.05):
-            samples.extend(read(uuids))
-
-    thread = threading.Thread(target=read_on)
-    thread.start()
-    try:
-        yield samples
-    finally:
-        end.set()
-        thread.join()
-        samples.extend(read(uuids))
-
-
-def smi(*arguments: str) -> str:
-    done = subprocess.run(
-        ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def disagreement(uuids: list[str]) -> list[str]:
-    """What nvidia-smi says otherwise than any reading during its run."""
-    names = ",".join(name for name, *_ in FIGURES)
-    with read_often(uuids) as samples:
-        text = smi(f"--query-gpu=uuid,{names}", "--format=csv,noheader,nounits")
+def disagreement(gpu: Gpu) -> list[str]:
+    """Return what nvidia-smi says otherwise of a GPU than the readings before and after it."""
+    query = ["nvidia-smi", "--format=csv,noheader,nounits", "-i", gpu.uuid]
+    query.append(f"--query-gpu={','.join(name for name, *_ in FIGURES)}")
+    before = read_sample(gpu.uuid)
+    texts = subprocess.check_output(query, text=True).split(",")
+    after = read_sample(gpu.uuid)
     wrong = []
-    for line in text.splitlines():
-        uuid, *values = (part.strip() for part in line.split(","))
-        seen = [one for one in samples if one.uuid == uuid]
-        for (name, ours, unit, rounding), value in zip(FIGURES, values, strict=True):
-            mine = [getattr(one, ours) for one in seen]
-            if not seen:
-                continue
-            known = [one for one in mine if one is not None]
-            if not re.fullmatch(r"[\d.]+", value):
-                if known and value != "[Unknown Error]":
-                    wrong.append(f"{name} of {uuid}: {value}, here {known[:3]}")
-                continue
-            theirs = float(value) * unit
-            if not known or not min(known) - rounding <= theirs <= max(known) + rounding:
-                wrong.append(f"{name} of {uuid}: {theirs}, here {sorted(set(mine), key=str)[:5]}")
+    for (name, ours, unit, rounding), text in zip(FIGURES, map(str.strip, texts), strict=True):
+        mine = [getattr(before, ours), getattr(after, ours)]
+        if None in mine or not re.fullmatch(r"[\d.]+", text):
+            same = None in mine and not re.fullmatch(r"[\d.]+", text)
+        else:
+            same = min(mine) - rounding <= float(text) * unit <= max(mine) + rounding
+        wrong += [] if same else [f"{name}: {text}, here {mine}"]
     return wrong
 
 
-def test_figures_agree_with_nvidia_smi(whole: list[Gpu]) -> None:
-    uuids = [gpu.uuid for gpu in whole]
-    for _ in range(5):  # what changes between two readings may lie outside of both
-        if not (wrong := disagreement(uuids)):
-            return
-    pytest.fail("\n".join(wrong))
+def test_figures_agree_with_nvidia_smi(gpus: list[Gpu]) -> None:
+    """Of slices it tells next to nothing."""
+    whole = [gpu for gpu in gpus if gpu.uuid.startswith("GPU-")]
+    if not whole or shutil.which("nvidia-smi") is None:
+        pytest.skip("all GPUs are sliced, or no nvidia-smi here")
+    for gpu in whole:  # what changes between two readings may lie outside of both
+        wait_for(lambda gpu=gpu: not disagreement(gpu), 5, str(disagreement(gpu)))
 
 
-def test_nvlink_bytes_agree_with_nvidia_smi(whole: list[Gpu]) -> None:
-    uuids = [gpu.uuid for gpu in whole]
-    before, text, after = read(uuids), smi("nvlink", "-gt", "d"), read(uuids)
-    blocks = dict(re.findall(r"UUID: (GPU-[\w-]+)\)(.*?)(?=GPU \d+:|\Z)", text, re.DOTALL))
-    compared = 0
-    for one, later in zip(before, after, strict=True):
-        block = blocks.get(one.uuid, "")
-        for word, field in (("Tx", "nvlink_sent"), ("Rx", "nvlink_received")):
-            links = [int(n) for n in re.findall(rf"Data {word}: (\d+) KiB", block)]
-            if not links:
-                assert getattr(one, field) in (None, 0), text
-                continue
-            first, last = getattr(one, field), getattr(later, field)
-            assert first is not None, text
-            assert first - 1024 <= 1024 * sum(links) <= last + 1024, (first, sum(links), last, text)
-            compared += 1
-    print(f"{compared} NVLink counters compared")
-
-
-def test_energy_is_the_integral_of_power(whole: list[Gpu]) -> None:
-    pytest.importorskip("cupy")
-    gpu = whole[0]
-    program = subprocess.Popen(
-        [sys.executable, "-c", MATMUL, "60"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=None if len(whole) == 1 else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid},
-    )
-    try:
-        assert program.stdout.readline() == "ready\n"
-        read_sample(gpu.uuid)  # starts NVML
-        time.sleep(3)  # power is a mean over a second
-        samples: list[GpuSample] = []
-        used, began = time.thread_time(), time.monotonic()
-        for second in range(21):
-            time.sleep(max(0.0, began + second - time.monotonic()))
-            samples.append(read_sample(gpu.uuid))
-        used = time.thread_time() - used
-        assert program.poll() is None
-    finally:
-        program.kill()
-        program.wait()
-    print(f"a reading took {1000 * used / 21:.2f} ms of a core")
-    integral = sum(
-        (two.time - one.time) * (one.power_w + two.power_w) / 2
-        for one, two in itertools.pairwise(samples)
-    )
-    energy = samples[-1].energy_j - samples[0].energy_j
-    print(f"energy {energy:.0f} J, integral of power {integral:.0f} J")
-    assert energy == pytest.approx(integral, rel=0.05)
-    assert samples[-1].utilisation > 50
-
-
-def test_a_run_shows_its_gpus_and_sums_them_up(gpus: list[Gpu], tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    done = run_python("-m", "hpcdask.run", str(script), timeout=300)
-    print(done.stderr)
-    found = json.loads(done.stdout.splitlines()[-1])
+def test_a_run_shows_its_gpus_and_sums_them_up(gpus: list[Gpu]) -> None:
+    done = launch(0, program=PROGRAM)
+    print(done.err)
+    found = json.loads(done.out.splitlines()[-1])
     print(found["text"])
     assert found["workers"] == len(gpus)
     assert {one["sample"]["uuid"] for one in found["states"]} == {gpu.uuid for gpu in gpus}
@@ -222,7 +99,7 @@ def test_a_run_shows_its_gpus_and_sums_them_up(gpus: list[Gpu], tmp_path: Path) 
             assert 0 < state["pool"] <= state["sample"]["memory_used"] + 2**30
     busy = [one["sample"]["utilisation"] for one in found["states"]]
     assert all(one is None or one > 50 for one in busy), busy
-    (line,) = (line for line in done.stderr.splitlines() if "hpcdask: GPUs: " in line)
+    (line,) = (line for line in done.err.splitlines() if "hpcdask: GPUs: " in line)
     assert f"{len(gpus)} x {gpus[0].name}" in line
     if gpus[0].uuid.startswith("GPU-"):
         shown = re.search(
@@ -235,7 +112,7 @@ def test_a_run_shows_its_gpus_and_sums_them_up(gpus: list[Gpu], tmp_path: Path) 
         assert 15 / 3600 * len(gpus) < hours < 240 / 3600 * len(gpus)
         assert utilisation > 30
         assert 0 < energy < 1.5 * hours, "less than 1.5 kW for each"
-    assert done.stderr.index("ready in") < done.stderr.index("hpcdask: GPUs: ")
+    assert done.err.index("ready in") < done.err.index("hpcdask: GPUs: ")
 
 
 def test_a_submitted_run_sums_them_up(gpus: list[Gpu], tmp_path: Path) -> None:
@@ -253,25 +130,12 @@ def test_a_submitted_run_sums_them_up(gpus: list[Gpu], tmp_path: Path) -> None:
 def test_a_cluster_of_jobs_shows_its_gpus(
     gpus: list[Gpu], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Jobs of SLURM's where it answers; WIDGET_HTML names a file for what a notebook shows."""
-    options = {"cores": 1, "memory": "4GiB", "walltime": "00:10:00", "poll_interval": 1}
-    folder = {"shared_temp_directory": str(tmp_path / "clusters")}
-    cluster_class = hpcdask.SLURMCUDACluster if slurm_answers() else hpcdask.LocalCUDAJobCluster
-    with (
-        cluster_class(**options, **folder) as cluster,
-        cluster.get_client() as client,
-    ):
-        assert cluster.gpus() == ()
-        cluster.scale(len(gpus))
-        client.wait_for_workers(len(gpus), timeout=120)
+    """Jobs of SLURM's where it answers."""
+    with job_cluster(tmp_path, len(gpus), slurm_answers()) as (cluster, client):
         wait_for(lambda: len(cluster.gpus()) == len(gpus), 60, "samples of all GPUs")
-        print(cluster.gpus())
         assert {one.sample.uuid for one in cluster.gpus()} == {gpu.uuid for gpu in gpus}
         summary = cluster.gpus().summary()
         assert f"{len(gpus)} x {gpus[0].name}" in summary
-        shown = cluster._repr_html_()
-        assert f"<strong>GPUs:</strong> {summary.partition(',')[0]}" in shown
-        if path := os.environ.get("WIDGET_HTML"):
-            Path(path).write_text(shown.replace("<details>", "<details open>", 2))
+        assert f"<strong>GPUs:</strong> {summary.partition(',')[0]}" in cluster._repr_html_()
         wait_for(lambda: len(hpcdask.gpus(client)) == len(gpus), 60, "the same by a client")
     assert "hpcdask: GPUs: " in capsys.readouterr().err

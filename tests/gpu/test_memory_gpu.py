@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gpu_launching import run_python
+from gpu_launching import launch
 from hpcdask.gpu.devices import Gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
@@ -119,47 +119,42 @@ def gpu(gpus: list[Gpu]) -> Gpu:
 
 
 @pytest.fixture
-def run(gpu: Gpu, tmp_path: Path) -> Run:
-    """Runs a program and returns what it tells; or its end, where `fails`."""
+def run(gpu: Gpu) -> Run:
+    """Runs a program and returns what it tells."""
 
-    def runs(program: str, *options: str, fails: bool = False, **environ: str) -> Any:
-        script = tmp_path / "program.py"
-        script.write_text(HEAD + program)
-        words = ["-m", "hpcdask.run", *options, str(script), str(gpu.memory)]
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid, **environ}
-        done = run_python(*words, env=env, check=not fails)
-        return done if fails else json.loads(done.stdout.splitlines()[-1])
+    def runs(program: str, *options: str, **environ: str) -> Any:
+        env = {"CUDA_VISIBLE_DEVICES": gpu.uuid, **environ}
+        words = [str(gpu.memory)]
+        done = launch(0, *options, program=HEAD + program, words=words, env=env, timeout=150)
+        return json.loads(done.out.splitlines()[-1])
 
     return runs
 
 
-@pytest.mark.parametrize(("options", "fraction"), [([], 0.5), (["--rmm-pool-size", "0.25"], 0.25)])
-def test_cupy_allocates_from_a_pool_of_a_fraction_of_the_own_device(
-    run: Run, gpu: Gpu, options: list[str], fraction: float
+POOL, OWN, ASYNC = (f"{kind}MemoryResource" for kind in ("Pool", "Cuda", "CudaAsync"))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "fraction"),
+    [
+        ([], POOL, 0.5),
+        (["--rmm-pool-size", "0.25"], POOL, 0.25),
+        (["--rmm-pool-size", "0"], OWN, None),
+        (["--rmm-async", "--protocol", "tcp"], ASYNC, None),
+    ],
+)
+def test_cupy_allocates_as_was_asked(
+    run: Run, gpu: Gpu, options: list[str], kind: str, fraction: float | None
 ) -> None:
+    """From a pool of a fraction of the own device, from CuPy's own, or asynchronously."""
     found = run(ALLOCATORS, *options)
-    assert found["kind"] == "PoolMemoryResource"
-    assert found["start"] == int(fraction * gpu.memory) // 256 * 256
-    assert found["after"] == found["start"]
-    assert found["grown"] > found["start"]
-    assert found["by rmm"]
-    assert found["cupy"] == 0
+    assert found["kind"] == kind
+    assert found["by rmm"] == (kind != OWN)
+    assert found["cupy"] >= gpu.memory // 10 if kind == OWN else found["cupy"] == 0
     assert found["sum"] == 1000
-
-
-def test_without_a_pool_cupy_has_its_own(run: Run, gpu: Gpu) -> None:
-    found = run(ALLOCATORS, "--rmm-pool-size", "0")
-    assert found["kind"] == "CudaMemoryResource"
-    assert not found["by rmm"]
-    assert found["cupy"] >= gpu.memory // 10
-    assert found["sum"] == 1000
-
-
-def test_asynchronous_allocator(run: Run) -> None:
-    found = run(ALLOCATORS, "--rmm-async", "--protocol", "tcp")
-    assert found["kind"] == "CudaAsyncMemoryResource"
-    assert found["by rmm"]
-    assert found["cupy"] == 0
+    if fraction:
+        assert found["start"] == found["after"] == int(fraction * gpu.memory) // 256 * 256
+        assert found["grown"] > found["start"]
 
 
 def test_results_spill_to_host_and_disk_and_come_back_as_they_were(
@@ -208,10 +203,10 @@ def test_what_another_process_left_on_the_device_is_told_at_start(run: Run, gpu:
     with holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        done = run("tell('started')", fails=True)
+        env = {"CUDA_VISIBLE_DEVICES": gpu.uuid}
+        done = launch(0, program="print('started')", env=env, code=None)
         holder.communicate(timeout=30)
-    assert done.returncode != 0
-    assert "started" not in done.stdout
+    assert "started" not in done.out
     for words in ("no room for an RMM pool of", gpu.uuid, "are free", "--rmm-pool-size"):
-        assert words in done.stderr
+        assert words in done.err
     assert run("tell('started')") == "started"

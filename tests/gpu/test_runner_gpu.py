@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from gpu_launching import EXCHANGE, launch, nvlink_joins, run_python, slurm_answers
+from gpu_launching import EXCHANGE, RUN, launch, nvlink_joins, sharing, slurm_answers
 from hpcdask.gpu.devices import Gpu
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
 REPORT = """
 import json, os
@@ -20,17 +20,7 @@ from distributed import Client
 
 def look():
     import cupy
-    from distributed.diagnostics.nvml import has_cuda_context
-    import pynvml
-    pynvml.nvmlInit()
-    with_me = []
-    for i in range(pynvml.nvmlDeviceGetCount()):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(i)
-        uuid = pynvml.nvmlDeviceGetUUID(handle)
-        pids = [p.pid for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-        if os.getpid() in pids:
-            with_me.append(uuid)
-    return {"visible": os.environ["CUDA_VISIBLE_DEVICES"], "contexts": with_me,
+    return {"visible": os.environ["CUDA_VISIBLE_DEVICES"],
             "count": cupy.cuda.runtime.getDeviceCount(), "sum": float(cupy.arange(10.0).sum())}
 
 client = Client()
@@ -41,126 +31,65 @@ print(json.dumps([list(first.values()), list(again.values())]))
 """
 
 
-def test_every_worker_has_its_own_gpu_also_after_a_restart(gpus: list[Gpu], tmp_path: Path) -> None:
-    script = tmp_path / "report.py"
-    script.write_text(REPORT)
-    done = launch(len(gpus), str(script))
-    assert done.returncode == 0, done.stderr
-    for workers in json.loads(done.stdout.splitlines()[-1]):
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        None,
+        "",
+        "export CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK",
+        'test "$OMPI_COMM_WORLD_RANK" != 0 || export CUDA_VISIBLE_DEVICES=0',
+    ],
+    ids=["no launcher", "ranks see all", "each sees its own", "the first sees its own"],
+)
+def test_every_worker_has_its_own_gpu_also_after_a_restart(
+    gpus: list[Gpu], wrapper: str | None
+) -> None:
+    ranks = 0 if wrapper is None else len(gpus)
+    done = launch(ranks, "--rmm-pool-size", "0.3", program=REPORT, wrapper=wrapper or "")
+    for workers in json.loads(done.out.splitlines()[-1]):
         assert sorted(w["visible"] for w in workers) == sorted(gpu.uuid for gpu in gpus)
-        for worker in workers:
-            assert worker["count"] == 1
-            assert worker["sum"] == 45.0
-    assert f"{len(gpus)} x {gpus[0].name}" in done.stderr
+        assert all(w["count"] == 1 and w["sum"] == 45.0 for w in workers)
+    assert f"{len(gpus)} x {gpus[0].name}" in done.err
 
 
-def test_more_ranks_than_gpus_is_an_error(gpus: list[Gpu], tmp_path: Path) -> None:
-    script = tmp_path / "never.py"
-    script.write_text("print('started')")
-    done = launch(len(gpus) + 1, str(script))
-    assert done.returncode == 2
-    assert "started" not in done.stdout
-    assert f"{len(gpus) + 1} workers for GPUs but only {len(gpus)} distinct GPU" in done.stderr
+COUNT = "from distributed import Client\nprint(len(Client().run(int)))"
 
 
-def test_oversubscribe_shares_a_gpu(gpus: list[Gpu], tmp_path: Path) -> None:
-    script = tmp_path / "two.py"
-    script.write_text("from distributed import Client\nprint(len(Client().run(int)))")
-    done = launch(len(gpus) + 1, "--oversubscribe", str(script))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(len(gpus) + 1)]
+def test_more_ranks_than_gpus_must_be_asked_for(gpus: list[Gpu]) -> None:
+    ranks = len(gpus) + 1
+    refused = launch(ranks, program=COUNT, code=2)
+    assert not refused.out
+    assert f"{ranks} workers for GPUs but only {len(gpus)} distinct GPU" in refused.err
+    assert launch(ranks, "--oversubscribe", program=COUNT).out.split() == [str(ranks)]
 
 
-@pytest.mark.parametrize(("workload", "size"), [("array", "50GB"), ("svd", "10GB")])
-def test_workloads_are_right(gpus: list[Gpu], workload: str, size: str) -> None:
-    done = launch(len(gpus), "-m", "hpcdask.bench", workload, "--size", size, "--repeats", "1")
-    assert done.returncode == 0, done.stderr
-    record = json.loads(done.stdout.splitlines()[-1])
-    assert record["devices"] == {gpus[0].name: len(gpus)}
-    assert all(check["ok"] for check in record["checks"])
-
-
-@pytest.mark.parametrize("protocol", ["tcp", "ucx", "auto"])
-def test_exchange_between_workers(gpus: list[Gpu], tmp_path: Path, protocol: str) -> None:
-    script = tmp_path / "transpose.py"
-    script.write_text(EXCHANGE)
-    done = launch(len(gpus), "--protocol", protocol, str(script))
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.removeprefix("exchanged "))
+@pytest.mark.parametrize(
+    ("protocol", "tls"), [("tcp", ""), ("auto", ""), ("ucx", ""), ("ucx", "tcp,cuda_copy")]
+)
+def test_exchange_between_workers(gpus: list[Gpu], protocol: str, tls: str) -> None:
+    env = {"UCX_TLS": tls} if tls else None
+    done = launch(len(gpus), "--protocol", protocol, program=EXCHANGE, env=env)
+    result = json.loads(done.out.removeprefix("exchanged "))
     assert result["right"]
     assert result["addresses"] == ["tls"]
     ucx = protocol == "ucx" or (protocol == "auto" and nvlink_joins(gpus))
     assert set(result["transports"]) == ({"ucx"} if ucx and len(gpus) > 1 else set())
-    assert ("ucx between workers" in done.stderr) == ucx
-
-
-WARM = """
-from distributed import Client
-from hpcdask.bench.cluster import wait_until_warm
-wait_until_warm(Client())
-"""
-
-
-@pytest.mark.parametrize("tls", [None, "tcp,cuda_copy"])
-def test_the_run_says_whether_cuda_ipc_is_active(
-    gpus: list[Gpu], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls: str | None
-) -> None:
-    if not nvlink_joins(gpus):
-        pytest.skip("NVLink does not join the GPUs of this machine")
-    script = tmp_path / "warm.py"
-    script.write_text(WARM)
-    if tls:
-        monkeypatch.setenv("UCX_TLS", tls)
-    done = launch(len(gpus), "--protocol", "ucx", str(script))
-    assert done.returncode == 0, done.stderr
-    assert ("CUDA IPC is active" in done.stderr) == (tls is None)
-    assert ("CUDA IPC (NVLink) is not in use" in done.stderr) == (tls is not None)
-    assert not done.stdout
+    assert ("ucx between workers" in done.err) == ucx
+    if nvlink_joins(gpus):
+        assert ("CUDA IPC is active" in done.err) == (ucx and not tls)
+        assert ("CUDA IPC (NVLink) is not in use" in done.err) == bool(tls)
 
 
 def test_a_step_with_a_gpu_for_each_rank_uses_cuda_ipc(gpus: list[Gpu], tmp_path: Path) -> None:
     if not nvlink_joins(gpus) or not slurm_answers():
         pytest.skip("no NVLink between the GPUs of this machine, or no SLURM that answers")
-    script = tmp_path / "warm.py"
-    script.write_text(WARM)
-    srun = ["srun", f"-n{len(gpus)}", "--gpus-per-task=1", "--mpi=none"]
-    done = subprocess.run(
-        [*srun, sys.executable, "-m", "hpcdask.run", "--protocol", "ucx", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    (tmp_path / "exchange.py").write_text(EXCHANGE)
+    srun = ["srun", f"-n{len(gpus)}", "--gpus-per-task=1", "--mpi=none", *RUN, "--protocol", "ucx"]
+    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run([*srun, tmp_path / "exchange.py"], timeout=90, **pipes)
     assert done.returncode == 0, done.stderr
     assert f"{len(gpus)} x {gpus[0].name}" in done.stderr
     assert "CUDA IPC is active" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "wrapper",
-    [
-        "export CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK",  # each its own
-        'test "$OMPI_COMM_WORLD_RANK" != 0 || export CUDA_VISIBLE_DEVICES=0',  # the first only
-    ],
-)
-def test_ranks_that_see_different_gpus_of_a_node(
-    gpus: list[Gpu], tmp_path: Path, wrapper: str
-) -> None:
-    script = tmp_path / "report.py"
-    script.write_text(REPORT)
-    done = launch(len(gpus), "--rmm-pool-size", "0.3", str(script), wrapper=wrapper)
-    assert done.returncode == 0, done.stderr
-    for workers in json.loads(done.stdout.splitlines()[-1]):
-        assert sorted(w["visible"] for w in workers) == sorted(gpu.uuid for gpu in gpus)
-        assert all(w["count"] == 1 and w["sum"] == 45.0 for w in workers)
-
-
-def test_without_a_launcher_there_is_a_worker_for_each_gpu(gpus: list[Gpu], tmp_path: Path) -> None:
-    script = tmp_path / "count.py"
-    script.write_text("from distributed import Client\nprint(len(Client().run(int)))")
-    done = run_python("-m", "hpcdask.run", str(script), timeout=60)
-    assert done.stdout.split() == [str(len(gpus))]
 
 
 REUSED = """
@@ -195,14 +124,65 @@ print(json.dumps({"addresses": addresses, "contents": contents,
 """
 
 
-def test_memory_that_is_freed_and_used_again_is_sent_anew(gpus: list[Gpu], tmp_path: Path) -> None:
+def test_memory_that_is_freed_and_used_again_is_sent_anew(gpus: list[Gpu]) -> None:
     if len(gpus) < 2:
         pytest.skip("needs two GPUs")
-    script = tmp_path / "reused.py"
-    script.write_text(REUSED)
-    done = launch(2, "--protocol", "ucx", str(script))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(launch(2, "--protocol", "ucx", program=REUSED).out)
     assert set(found["transports"]) == {"ucx"}
     assert len(set(found["addresses"])) < len(found["addresses"])
     assert found["contents"] == [[value] for value in range(20)]
+
+
+GROUPS = """
+from distributed import Client
+
+def make():
+    import cupy
+    return cupy.arange(1000)
+
+def look(x):
+    return type(x).__module__.partition(".")[0], int(x.sum())
+
+with Client() as client:
+    made = client.submit(make, resources={"GPU": 1})
+    print(client.submit(look, made, resources={"GPU": 1}).result())
+    print(client.submit(look, made, resources={"CPU": 1}).result())
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 3])
+def test_data_go_from_a_worker_on_the_gpu_to_one_on_the_cpu(gpus: list[Gpu], ranks: int) -> None:
+    done = launch(ranks, "--groups", "gpu:1 cpu:2", program=GROUPS)
+    assert done.out.splitlines() == ["('cupy', 499500)", "('hpcdask', 499500)"]
+    assert f"3 workers on 1 node (1 x {gpus[0].name}, 2 x CPU)" in done.err
+
+
+#: dask alone would do these by P2P, which fails with CuPy arrays.
+RECHUNK = """
+import cupy
+import dask, dask.array as da, numpy as np
+from distributed import Client
+
+dask.config.set({"array.chunk-size": "1 B"})  # else dask joins chunks before
+client = Client()
+client.wait_for_workers(2)
+x = np.random.default_rng(1).random((512, 300))
+y = da.from_array(x, (8, 300)).map_blocks(cupy.asarray, dtype=float, meta=cupy.empty((0, 0)))
+columns = y.rechunk((512, 4))
+spectrum = da.fft.fft(y.rechunk({0: -1, 1: 7}), axis=0)
+print(np.array_equal(columns.compute().get(), x))
+print(np.allclose(spectrum.compute().get(), np.fft.fft(x, axis=0)))
+"""
+
+
+def test_rechunks_of_many_chunks_are_right(gpus: list[Gpu]) -> None:
+    done = launch(2, *sharing(2, gpus), program=RECHUNK, timeout=120)
+    assert done.out == "True\nTrue\n"
+
+
+def test_the_first_program_of_the_documentation(gpus: list[Gpu]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "getting-started.md").read_text()
+    program = re.search(r"^cat > gpu.py <<'EOF'\n(.*?)^EOF$", page, re.MULTILINE | re.DOTALL)
+    done = launch(0, program=program[1])
+    assert f"{len(gpus)} worker" in done.err
+    assert done.out in ("mean 0.0\n", "mean -0.0\n")
