@@ -89,8 +89,8 @@ versions: .venv/.test .venv-mpich/.done
 
 # Faults drawn from SEED, for MINUTES, in ARENA=runner, jobs or gpu; or those of a file, EPISODE
 chaos: .venv/.test .venv-mpich/.done programs
-	@SEED=$(SEED) MINUTES=$(MINUTES) EPISODES=$(EPISODES) ARENA=$(ARENA) EPISODE=$(EPISODE) BESIDE=$(BESIDE) \
-		OUT=$(OUT) PYTHONPATH=tests $(BIN)/python -m chaos
+	@SEED=$(SEED) MINUTES=$(MINUTES) EPISODES=$(EPISODES) ARENA=$(ARENA) \
+		PYTHONPATH=tests $(BIN)/python -m chaos
 
 dist:
 	@bash tools/dist.sh $(PYTHON)

@@ -37,7 +37,7 @@ MISBEHAVE = {
 class JobsArena:
     """Plays episodes of job clusters at one SLURM."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self._site: SlurmSite | None = None
         self._spent = False
 
@@ -188,9 +188,9 @@ class Notebook:
 
     def _strike_notebook(self, how: str) -> Undo | None:
         signal_name, _, watchdog = how.partition("+")
-        pids = [line.split()[1] for line in self.printed() if line.startswith("watchdog ")]
-        if watchdog and pids:
-            strike(psutil.Process(int(pids[0])), "KILL")
+        for child in psutil.Process(self.process.pid).children() if watchdog else ():
+            if "watchdog" in " ".join(child.cmdline()):
+                strike(child, "KILL")
         if signal_name != "STOP":
             self._ended_by = how
         return strike(psutil.Process(self.process.pid), signal_name)

@@ -1,21 +1,16 @@
-"""Episodes: what is started and which faults come when, drawn from a seed; shrinking a failure."""
+"""Episodes: what is started and which faults come when, drawn from a seed."""
 
 from __future__ import annotations
 
-import json
 import random
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 #: Over while the notebook computes.
 SHORT = "00:01:00"
 #: What commands of the queue do.
 HOWS = ("refuses", "rejects", "hangs", "works and hangs")
-#: Seconds in which a failure is shrunk.
-SHRINK_S = 300.0
 SIGNALS = ("KILL", "KILL", "KILL", "STOP", "STOP", "TERM", "INT", "SEGV", "HUP")
 
 
@@ -46,16 +41,6 @@ class Episode:
     def __str__(self) -> str:
         options = " ".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.arena} SEED={self.seed} {options} [{'; '.join(map(str, self.events))}]"
-
-    def save(self, path: Path) -> None:
-        """Write it as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: Path) -> Episode:
-        """Read what `save` wrote."""
-        content = json.loads(path.read_text())
-        return cls(**{**content, "events": tuple(Event(**e) for e in content["events"])})
 
 
 def draw(arena: str, seed: int) -> Episode:
@@ -146,13 +131,3 @@ def _jobs(rng: random.Random) -> Drawn:
         return Event(**moment, fault=fault, who=who, lasts=float(rng.choice(lasts)))
 
     return options, event
-
-
-def shrink(episode: Episode, fails: Callable[[Episode], bool]) -> Episode:
-    """Drop events one by one while it still fails, for a while."""
-    deadline = time.monotonic() + SHRINK_S
-    for event in episode.events[::-1] if len(episode.events) > 1 else ():
-        fewer = replace(episode, events=tuple(e for e in episode.events if e is not event))
-        if time.monotonic() < deadline and fewer.events and fails(fewer):
-            episode = fewer
-    return episode

@@ -38,10 +38,10 @@ HARMLESS = ("worker", "janitor", "helper")
 
 
 class RunnerArena:
-    """Plays episodes of the runner; `device` is ``cpu`` or ``cuda``, which `share` arenas share."""
+    """Plays episodes of the runner; `device` is ``cpu`` or ``cuda``."""
 
-    def __init__(self, folder: Path, device: str = "cpu", share: int = 1) -> None:
-        self._folder, self._device, self._share = folder, device, share
+    def __init__(self, folder: Path, device: str) -> None:
+        self._folder, self._device = folder, device
         self._stack = contextlib.ExitStack()
         self._slurm: SlurmSite | None = None
         self.without = self._look()
@@ -68,8 +68,6 @@ class RunnerArena:
 
     def left_out(self, episode: Episode) -> str:
         """Say why an episode cannot be played here."""
-        if self._share > 1 and any(event.fault == "full device" for event in episode.events):
-            return "would fill the GPUs of the others"
         disk_of = "disk" if episode.options.get("disk") else ""
         return self.without.get(episode.options["launcher"], "") or self.without.get(disk_of, "")
 
@@ -82,7 +80,7 @@ class RunnerArena:
             site = stack.enter_context(Site(self._launcher(episode.options["launcher"], hosts)))
             if episode.options.get("disk"):
                 stack.enter_context(disk(site.tmp, 8))
-            return Run(episode, site, hosts, self._device, self._share).play()
+            return Run(episode, site, hosts, self._device).play()
 
     def _launcher(self, name: str, hosts: Hosts | None) -> Launcher:
         if name == "srun":
@@ -98,11 +96,8 @@ class RunnerArena:
 class Run:
     """One run of one episode."""
 
-    def __init__(
-        self, episode: Episode, site: Site, hosts: Hosts | None, device: str, share: int = 1
-    ) -> None:
+    def __init__(self, episode: Episode, site: Site, hosts: Hosts | None, device: str) -> None:
         self.episode, self.site, self.hosts, self.device = episode, site, hosts, device
-        self._share = share
         self.options = episode.options
         self._workers = site.folder / "workers"
         self._workers.mkdir()
@@ -110,7 +105,7 @@ class Run:
         self._alone = self.options["launcher"] == "alone"
         self._wanted = count  # or what there is: without a launcher there may be more
         self._file = ["--scheduler-file", "cluster.json"] if self.options.get("file") else []
-        self._used = used_memory() if device == "cuda" and share == 1 else []
+        self._used = used_memory() if device == "cuda" else []
         self.run = self._start()
         self.player = Player(self.printed, self.over, self.fire)
         self._roles: set[str] = set()
@@ -122,11 +117,8 @@ class Run:
             arguments += ["--workers-min", "1"]
         arguments += ["--timeout", "60"]  # srun does not end ranks that wait for a dead one
         arguments += self._file
-        if self.device == "cuda":
-            workers, gpus = self.options["n"], visible_gpus()
-            if workers > len(gpus) or self._share > 1:
-                pool = sharing(max(workers, len(gpus)) * self._share, gpus)
-                arguments += [*pool, "--protocol", "ucx"]
+        if self.device == "cuda" and (pool := sharing(self.options["n"], visible_gpus())):
+            arguments += [*pool, "--protocol", "ucx"]
         kind = "cupy" if self.device == "cuda" else "numpy"
         arguments += [str(PROGRAMS / "exchange.py"), str(self._wanted), kind]
         env = {"CHAOS_WORKERS": str(self._workers)}

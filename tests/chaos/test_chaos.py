@@ -1,7 +1,5 @@
 """An episode of each arena, always the same; `make chaos` plays others, for longer."""
 
-from pathlib import Path
-
 import pytest
 
 from chaos.__main__ import chaos
@@ -12,17 +10,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.mark.mpi
-def test_runs(tmp_path: Path):
-    assert chaos("runner", seed=29, out=tmp_path, episodes=1) == 0
+def test_runs():
+    assert chaos("runner", seed=29, episodes=1) == 0
 
 
 @pytest.mark.slurm
-def test_job_clusters(tmp_path: Path):
-    assert chaos("jobs", seed=1281, out=tmp_path, episodes=1) == 0
+def test_job_clusters():
+    assert chaos("jobs", seed=1281, episodes=1) == 0
 
 
 @pytest.mark.gpu
-def test_gpus(tmp_path: Path):
+def test_gpus():
     if not has_nvidia_driver() or not visible_gpus():
         pytest.skip("needs a CUDA GPU")
-    assert chaos("gpu", seed=1, out=tmp_path, episodes=4) == 0
+    assert chaos("gpu", seed=1, episodes=4) == 0

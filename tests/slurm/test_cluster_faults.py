@@ -182,7 +182,7 @@ from hpcdask import SLURMCUDACluster
 cluster = SLURMCUDACluster(**eval(sys.argv[1]))
 cluster.scale(3)
 cluster.wait_for_workers(2, timeout=180)
-print(cluster._watchdog.pid, flush=True)
+print("ready", flush=True)
 time.sleep(600)
 """
 
@@ -191,7 +191,9 @@ def test_sigkill_of_the_notebook_and_its_watchdog(user: Login):
     user.occupy(3)
     notebook = user.start(NOTEBOOK, repr(user.keywords(death_timeout="3s")))
     assert notebook.stdout is not None
-    watchdog = psutil.Process(int(notebook.stdout.readline()))
+    assert notebook.stdout.readline() == "ready\n"
+    children = psutil.Process(notebook.pid).children()
+    (watchdog,) = (one for one in children if "watchdog" in " ".join(one.cmdline()))
     assert sorted(user.queued().values()) == ["PENDING", "RUNNING", "RUNNING"]
     watchdog.kill()
     notebook.kill()

@@ -50,7 +50,7 @@ def insist(work):
 def main() -> None:
     with hpcdask.SLURMCUDACluster(**json.loads(sys.argv[1])) as cluster:
         cluster.queue.timeout_s = 20.0
-        print("watchdog", cluster._watchdog.pid, flush=True)
+        print("watchdog", flush=True)
 
         def scale() -> None:
             if OPTIONS["adapt"]:
