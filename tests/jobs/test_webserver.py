@@ -32,6 +32,13 @@ async def scheduler() -> AsyncIterator[Scheduler]:
         yield made
 
 
+@asynccontextmanager
+async def servers() -> AsyncIterator[tuple[Scheduler, PeerWorker]]:
+    """A scheduler and a worker of ours."""
+    async with scheduler() as ours, PeerWorker(ours.address, host="127.0.0.1") as worker:
+        yield ours, worker
+
+
 async def ask(server: object, path: str, **options: object) -> HTTPResponse:
     url = f"http://127.0.0.1:{server.http_server.port}{path}"
     options = {"request_timeout": 60, "follow_redirects": False} | options
@@ -68,54 +75,33 @@ def paths_of(theirs: Scheduler) -> list[str]:
 
 
 @pytest.mark.slow
-def test_pages_are_those_of_distributed_before_and_after_the_first_look():
-    async def run() -> None:
-        async with Scheduler(dashboard=True, **LOCAL) as theirs:
-            paths = paths_of(theirs)
-            expected = await answers(theirs, paths)
-            told = (await ask(theirs, "/individual-plots.json")).body
-            pages = [one.app_paths for one in theirs.http_application.applications]
-        async with scheduler() as ours:
-            for path, answer in expected.items():
-                if path in applications and path != "/status":
-                    continue  # slow to draw
-                # each is the first look
-                ours.http_application.applications.clear()
-                webserver.add_lazy_dashboard(ours)
-                assert await answers(ours, [path]) == {path: answer}
-            assert await answers(ours, list(expected)) == expected
-            assert (await ask(ours, "/individual-plots.json")).body == told
-            assert [one.app_paths for one in ours.http_application.applications] == pages
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("looks", [[], ["/status"]], ids=["before", "after"])
-def test_proxy_is_no_route(looks):
-    """With jupyter-server-proxy it leads to any port of the machine."""
-
-    async def run() -> None:
-        async with scheduler() as ours, PeerWorker(ours.address, host="127.0.0.1") as worker:
-            for path in looks:
-                await ask(ours, path)
-            for server in (ours, worker):
-                answer = await ask(server, "/proxy/22/127.0.0.1/", follow_redirects=True)
-                assert answer.code == 404, answer.body
-
-    asyncio.run(run())
+async def test_pages_are_those_of_distributed_before_and_after_the_first_look():
+    async with Scheduler(dashboard=True, **LOCAL) as theirs:
+        paths = paths_of(theirs)
+        expected = await answers(theirs, paths)
+        told = (await ask(theirs, "/individual-plots.json")).body
+        pages = [one.app_paths for one in theirs.http_application.applications]
+    async with scheduler() as ours:
+        for path, answer in expected.items():
+            if path in applications and path != "/status":
+                continue  # slow to draw
+            # each is the first look
+            ours.http_application.applications.clear()
+            webserver.add_lazy_dashboard(ours)
+            assert await answers(ours, [path]) == {path: answer}
+        assert await answers(ours, list(expected)) == expected
+        assert (await ask(ours, "/individual-plots.json")).body == told
+        assert [one.app_paths for one in ours.http_application.applications] == pages
 
 
 @pytest.mark.parametrize("uri", ["//evil.example/x", "/\\evil.example/x", "///evil.example/x"])
-def test_no_redirect_to_elsewhere(uri):
-    async def run() -> None:
-        async with scheduler() as ours:
-            there = await asyncio.open_connection("127.0.0.1", ours.http_server.port)
-            there[1].write(f"GET {uri} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-            head = (await asyncio.wait_for(there[0].readuntil(b"\r\n\r\n"), 60)).decode()
-            there[1].close()
-            assert "\r\nLocation: /evil.example/x\r\n" in head
-
-    asyncio.run(run())
+async def test_no_redirect_to_elsewhere(uri):
+    async with scheduler() as ours:
+        there = await asyncio.open_connection("127.0.0.1", ours.http_server.port)
+        there[1].write(f"GET {uri} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        head = (await asyncio.wait_for(there[0].readuntil(b"\r\n\r\n"), 60)).decode()
+        there[1].close()
+        assert "\r\nLocation: /evil.example/x\r\n" in head
 
 
 def post(port: int, *, chunked: bool) -> bytes:
@@ -132,7 +118,7 @@ def post(port: int, *, chunked: bool) -> bytes:
     return b""
 
 
-def test_a_large_body_is_refused_and_not_kept():
+async def test_a_large_body_is_refused_and_not_kept():
     """Also one in pieces, whose header does not say how much there is."""
 
     def forget_peak() -> None:
@@ -142,19 +128,16 @@ def test_a_large_body_is_refused_and_not_kept():
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) // 1024
 
-    async def run() -> None:
-        async with scheduler() as ours, PeerWorker(ours.address, host="127.0.0.1") as worker:
-            for server in (ours, worker):
-                for chunked in (False, True):
-                    forget_peak()
-                    before = peak()
-                    port = server.http_server.port
-                    answer = await asyncio.to_thread(post, port, chunked=chunked)
-                    assert b" 200 " not in answer
-                    assert peak() - before < 30, (server, chunked)
-                assert (await ask(server, "/health")).code == 200
-
-    asyncio.run(run())
+    async with servers() as both:
+        for server in both:
+            for chunked in (False, True):
+                forget_peak()
+                before = peak()
+                port = server.http_server.port
+                answer = await asyncio.to_thread(post, port, chunked=chunked)
+                assert b" 200 " not in answer
+                assert peak() - before < 30, (server, chunked)
+            assert (await ask(server, "/health")).code == 200
 
 
 UPGRADE = (
@@ -163,23 +146,19 @@ UPGRADE = (
 )
 
 
-def test_a_large_message_of_a_websocket_is_not_kept():
+async def test_a_large_message_of_a_websocket_is_not_kept():
     """Bokeh's own are small; tornado would take 10 MiB of each stranger."""
-
-    async def run() -> None:
-        async with scheduler() as ours:
-            port = ours.http_server.port
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(UPGRADE)
-            assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
-            size = 8 * webserver.BODY_NBYTES
-            writer.write(b"\x82\xff" + size.to_bytes(8) + bytes(4 + size // 2))
-            with suppress(ConnectionError):
-                async with asyncio.timeout(60):
-                    assert await reader.read() == b""
-            writer.close()
-
-    asyncio.run(run())
+    async with scheduler() as ours:
+        port = ours.http_server.port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(UPGRADE)
+        assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+        size = 8 * webserver.BODY_NBYTES
+        writer.write(b"\x82\xff" + size.to_bytes(8) + bytes(4 + size // 2))
+        with suppress(ConnectionError):
+            async with asyncio.timeout(60):
+                assert await reader.read() == b""
+        writer.close()
 
 
 OWN_NAMES = (
@@ -192,18 +171,14 @@ OWN_NAMES = (
 OTHER_NAMES = ("evil.example:8787", "localhost.evil.example", "127.0.0.1.evil.example:8787")
 
 
-def test_only_the_server_s_own_names_are_answered():
+async def test_only_the_server_s_own_names_are_answered():
     """Regression: a site whose name leads to 127.0.0.1 could read all (DNS rebinding)."""
-
-    async def run() -> None:
-        async with scheduler() as ours, PeerWorker(ours.address, host="127.0.0.1") as worker:
-            for server in (ours, worker):
-                for host in OWN_NAMES + OTHER_NAMES:
-                    answer = await ask(server, "/health", headers={"Host": host})
-                    assert answer.code == (200 if host in OWN_NAMES else 403), host
-                assert b"allow_websocket_origin" in answer.body
-
-    asyncio.run(run())
+    async with servers() as both:
+        for server in both:
+            for host in OWN_NAMES + OTHER_NAMES:
+                answer = await ask(server, "/health", headers={"Host": host})
+                assert answer.code == (200 if host in OWN_NAMES else 403), host
+            assert b"allow_websocket_origin" in answer.body
 
 
 @pytest.mark.parametrize(
@@ -213,15 +188,12 @@ def test_only_the_server_s_own_names_are_answered():
         ("distributed.dashboard.link", "/user/me/proxy/{port}/status"),
     ],
 )
-def test_names_of_a_reverse_proxy_are_configured(key, value):
-    async def run() -> None:
-        async with scheduler() as ours:
-            headers = {"Host": "hub.example:443"}
-            assert (await ask(ours, "/health", headers=headers)).code == 403
-            with dask.config.set({key: value}):
-                assert (await ask(ours, "/health", headers=headers)).code == 200
-
-    asyncio.run(run())
+async def test_names_of_a_reverse_proxy_are_configured(key, value):
+    async with scheduler() as ours:
+        headers = {"Host": "hub.example:443"}
+        assert (await ask(ours, "/health", headers=headers)).code == 403
+        with dask.config.set({key: value}):
+            assert (await ask(ours, "/health", headers=headers)).code == 200
 
 
 async def dial(
@@ -238,32 +210,25 @@ async def dial(
     return 101
 
 
-def test_websockets_of_other_sites_are_refused():
+async def test_websockets_of_other_sites_are_refused():
     """A page of any site may ask the user's browser for one to localhost."""
+    async with scheduler() as ours:
+        port = ours.http_server.port
+        assert await dial(ours, None) == 101
+        assert await dial(ours, f"http://127.0.0.1:{port}") == 101
+        # by ssh -L with another port
+        assert await dial(ours, "http://localhost:9999", "localhost:9999") == 101
+        assert await dial(ours, "https://evil.example") == 403
+        assert await dial(ours, f"http://127.0.0.1:{port + 1}") == 403
+        await ask(ours, "/status")
+        assert await dial(ours, "https://evil.example") == 403
 
-    async def run() -> None:
-        async with scheduler() as ours:
-            port = ours.http_server.port
-            assert await dial(ours, None) == 101
-            assert await dial(ours, f"http://127.0.0.1:{port}") == 101
-            # by ssh -L with another port
-            assert await dial(ours, "http://localhost:9999", "localhost:9999") == 101
-            assert await dial(ours, "https://evil.example") == 403
-            assert await dial(ours, f"http://127.0.0.1:{port + 1}") == 403
+
+async def test_configured_origins_are_for_bokeh_to_check():
+    configured = {webserver.ORIGINS: ["hub.example"]}
+    async with scheduler() as ours:
+        with dask.config.set(configured):
             await ask(ours, "/status")
-            assert await dial(ours, "https://evil.example") == 403
-
-    asyncio.run(run())
-
-
-def test_configured_origins_are_for_bokeh_to_check():
-    async def run() -> None:
-        configured = {webserver.ORIGINS: ["hub.example"]}
-        async with scheduler() as ours:
-            with dask.config.set(configured):
-                await ask(ours, "/status")
-                assert await dial(ours, "https://hub.example", path="/status/ws") == 101
-                assert await dial(ours, "https://evil.example", path="/status/ws") == 403
-            assert await dial(ours, "https://hub.example", path="/status/ws") == 403
-
-    asyncio.run(run())
+            assert await dial(ours, "https://hub.example", path="/status/ws") == 101
+            assert await dial(ours, "https://evil.example", path="/status/ws") == 403
+        assert await dial(ours, "https://hub.example", path="/status/ws") == 403

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from distributed import Client, Scheduler, Security, Worker
 from distributed.comm import Comm, connect
@@ -29,9 +30,9 @@ def access() -> Security:
 
 
 @contextlib.asynccontextmanager
-async def serving(access: Security, protocol: str = "tls") -> AsyncIterator[Server]:
+async def serving(access: Security) -> AsyncIterator[Server]:
     server = Server({"ping": lambda: "pong"})
-    await server.listen(f"{protocol}://127.0.0.1:0", **access.get_listen_args("worker"))
+    await server.listen("tls://127.0.0.1:0", **access.get_listen_args("worker"))
     try:
         yield server
     finally:
@@ -68,93 +69,74 @@ async def known_socket(access: Security) -> AsyncIterator[tuple[Server, bytes]]:
         yield server, socket_of(comm)
 
 
-def test_a_connection_on_one_host_is_a_unix_socket_that_is_gone_at_the_end(access):
-    async def call() -> bytes:
-        async with serving(access) as server, dialled(server.address, access) as comm:
-            assert not is_encrypted(comm)
-            assert comm.same_host
-            assert is_bound(socket_of(comm))
-            return socket_of(comm)
-
-    assert not is_bound(asyncio.run(call()))
+async def test_a_connection_on_one_host_is_a_unix_socket_that_is_gone_at_the_end(access):
+    async with serving(access) as server, dialled(server.address, access) as comm:
+        assert not is_encrypted(comm)
+        assert comm.same_host
+        name = socket_of(comm)
+        assert is_bound(name)
+    assert not is_bound(name)
 
 
-def test_arrays_between_workers_and_a_client_arrive(access):
-    import numpy as np
-
-    async def compute() -> bool:
-        ends = {"host": "127.0.0.1", "security": access, "dashboard": False}
-        async with Scheduler(protocol="tls", port=0, dashboard_address=":0", **ends) as scheduler:
-            workers = [Worker(scheduler.address, name=name, **ends) for name in "ab"]
-            made = Client(scheduler.address, security=access, asynchronous=True)
-            async with workers[0], workers[1], made as client:
-                x = np.random.default_rng().random(2_000_000)
-                there = await client.scatter(x, workers=["a"], direct=True)
-                found = client.submit(np.negative, there, workers=["b"])
-                return bool((await client.gather(found, direct=True) == -x).all())
-
-    assert asyncio.run(compute())
+async def test_arrays_between_workers_and_a_client_arrive(access):
+    ends = {"host": "127.0.0.1", "security": access, "dashboard": False}
+    async with Scheduler(protocol="tls", port=0, dashboard_address=":0", **ends) as scheduler:
+        workers = [Worker(scheduler.address, name=name, **ends) for name in "ab"]
+        made = Client(scheduler.address, security=access, asynchronous=True)
+        async with workers[0], workers[1], made as client:
+            x = np.random.default_rng().random(2_000_000)
+            there = await client.scatter(x, workers=["a"], direct=True)
+            found = client.submit(np.negative, there, workers=["b"])
+            assert (await client.gather(found, direct=True) == -x).all()
 
 
-@pytest.mark.parametrize("who", ["cluster", "user"])
-def test_others_use_tls(access, who):
-    """Another cluster's keys lead nowhere; distributed's own classes know TLS only."""
-    others = to_security(create_credentials()) if who == "cluster" else Security.temporary()
+async def test_keys_of_the_user_s_own_use_tls():
+    """distributed's own classes know nothing else."""
+    own = Security.temporary()
+    async with serving(own) as server, dialled(server.address, own) as comm:
+        assert is_encrypted(comm)
 
-    async def call() -> bool:
-        async with serving(others) as server:
-            if who == "user":
-                async with dialled(server.address, others) as comm:
-                    return is_encrypted(comm)
-            with pytest.raises(OSError, match=r"(?i)certificate|closed|handshake|ssl"):
-                async with dialled(server.address, access, timeout=3):
-                    pass
-            return True
 
-    assert asyncio.run(call())
+async def test_another_cluster_s_keys_lead_nowhere(access):
+    async with serving(to_security(create_credentials())) as server:
+        with pytest.raises(OSError, match=r"(?i)certificate|closed|handshake|ssl"):
+            async with dialled(server.address, access, timeout=3):
+                pass
 
 
 @root_only
-def test_another_user_of_the_host_is_kept_out(access):
+async def test_another_user_of_the_host_is_kept_out(access):
     """By what the kernel says of the other end."""
+    async with known_socket(access) as (server, name):
 
-    async def call() -> None:
-        async with known_socket(access) as (server, name):
+        def intrude() -> None:
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(name)
+                stranger.settimeout(30)
+                with contextlib.suppress(ConnectionError):
+                    assert stranger.recv(100) == b""
 
-            def intrude() -> None:
-                with socket.socket(socket.AF_UNIX) as stranger:
-                    stranger.connect(name)
-                    stranger.settimeout(30)
-                    with contextlib.suppress(ConnectionError):
-                        assert stranger.recv(100) == b""
-
-            await asyncio.to_thread(as_stranger, intrude)
-            async with dialled(server.address, access) as comm:
-                assert not is_encrypted(comm)
-
-    asyncio.run(call())
+        await asyncio.to_thread(as_stranger, intrude)
+        async with dialled(server.address, access) as comm:
+            assert not is_encrypted(comm)
 
 
 @root_only
-def test_another_user_s_socket_is_not_believed(access):
+async def test_another_user_s_socket_is_not_believed(access):
     """Its listener has the user's id of the moment at which it began to listen."""
-
-    async def call() -> bool:
-        async with known_socket(access) as (server, name):
-            address = server.address
-        with socket.socket(socket.AF_UNIX) as foreign:
-            foreign.bind(name)
-            os.seteuid(UID)
-            try:
-                foreign.listen()
-            finally:
-                os.seteuid(0)
-            again = Server({"ping": lambda: "pong"})
-            await again.listen(address, **access.get_listen_args("worker"))
-            async with again, dialled(address, access) as comm:
-                return is_encrypted(comm)
-
-    assert asyncio.run(call())
+    async with known_socket(access) as (server, name):
+        address = server.address
+    with socket.socket(socket.AF_UNIX) as foreign:
+        foreign.bind(name)
+        os.seteuid(UID)
+        try:
+            foreign.listen()
+        finally:
+            os.seteuid(0)
+        again = Server({"ping": lambda: "pong"})
+        await again.listen(address, **access.get_listen_args("worker"))
+        async with again, dialled(address, access) as comm:
+            assert is_encrypted(comm)
 
 
 SERVER = """
@@ -185,29 +167,26 @@ def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Securi
             server.kill()
 
 
-async def ping(address: str, access: Security, **options: Any) -> bytes:
-    """Return the name of the socket by which a server answered."""
-    async with dialled(address, access, **options) as comm:
-        return socket_of(comm)
-
-
-async def fail_to_ping(address: str, access: Security) -> None:
+async def fail_to_dial(address: str, access: Security) -> None:
     with pytest.raises(OSError, match="Timed out"):
-        await ping(address, access, timeout=1)
+        async with dialled(address, access, timeout=1):
+            pass
 
 
-def test_a_killed_process_leaves_no_socket(process):
+async def test_a_killed_process_leaves_no_socket(process):
     server, address, access = process
-    name = asyncio.run(ping(address, access))
+    async with dialled(address, access) as comm:
+        name = socket_of(comm)
     server.kill()
     server.wait()
     assert not is_bound(name)
-    asyncio.run(fail_to_ping(address, access))
+    await fail_to_dial(address, access)
 
 
-def test_a_process_that_hangs_is_waited_for_as_long_as_was_asked(process):
+async def test_a_process_that_hangs_is_waited_for_as_long_as_was_asked(process):
     server, address, access = process
     server.send_signal(signal.SIGSTOP)
     stat = Path(f"/proc/{server.pid}/stat")
     wait_for(lambda: stat.read_text().split()[2] == "T", 10, "the process to stop")
-    asyncio.run(asyncio.wait_for(fail_to_ping(address, access), 30))
+    async with asyncio.timeout(60):
+        await fail_to_dial(address, access)

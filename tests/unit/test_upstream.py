@@ -175,18 +175,15 @@ def test_what_is_overridden_is_there(module, name):
     assert not [one for one in called if not any(hasattr(base, one) for base in kind.__bases__)]
 
 
-def test_a_cluster_has_its_loop_its_adaptive_and_its_log():
+async def test_a_cluster_has_its_loop_its_adaptive_and_its_log():
     from distributed.deploy.cluster import Cluster
 
-    async def test() -> None:
-        cluster = Cluster(asynchronous=True, quiet=True)
-        assert callable(distributed.loop_runner(cluster).start)
-        assert distributed.adaptive(cluster) is None
-        distributed.log(cluster, "a line")
-        assert [line for _, line in cluster._cluster_manager_logs] == ["a line"]
-        cluster.status = Status.closed
-
-    asyncio.run(test())
+    cluster = Cluster(asynchronous=True, quiet=True)
+    assert callable(distributed.loop_runner(cluster).start)
+    assert distributed.adaptive(cluster) is None
+    distributed.log(cluster, "a line")
+    assert [line for _, line in cluster._cluster_manager_logs] == ["a line"]
+    cluster.status = Status.closed
 
 
 def test_nannies_preload_nothing_into_the_fork_server(monkeypatch):
