@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import stat
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import dask.config
+import psutil
 import pytest
 
 from hpcdask import process
@@ -46,22 +49,12 @@ def umask(request):
 # --- a scheduler file that somebody gave ----------------------------------------------------------
 
 
-def put_pipe(path: Path) -> None:
-    os.mkfifo(path, 0o600)
+def put(text: str, mode: int) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_text(text)
+        path.chmod(mode)
 
-
-def put_zeros(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def put_depth(path: Path) -> None:
-    path.write_text("[" * 500_000)
-    path.chmod(0o600)
-
-
-def put_open(path: Path) -> None:
-    path.write_text(FILE)
-    path.chmod(0o666)
+    return write
 
 
 def put_foreign(path: Path) -> None:
@@ -72,20 +65,20 @@ def put_foreign(path: Path) -> None:
 @pytest.mark.parametrize(
     ("put", "message"),
     [
-        (put_pipe, "is no plain file"),
-        (put_zeros, "is no plain file"),
-        (put_depth, "is not a scheduler file"),
-        (put_open, "may be changed by others: chmod go-w"),
+        (lambda path: os.mkfifo(path, 0o600), "is no plain file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is no plain file"),
+        (put("[" * 500_000, 0o600), "is not a scheduler file"),
+        (put(FILE, 0o666), "may be changed by others: chmod go-w"),
         pytest.param(put_foreign, f"belongs to another user .uid {UID}", marks=root_only),
     ],
+    ids=["pipe", "zeros", "depth", "open", "foreign"],
 )
 def test_what_is_no_scheduler_file_of_ones_own_is_refused_at_once(tmp_path, put, message):
     path = tmp_path / "cluster.json"
     put(path)
-    with pytest.raises(SchedulerFileError, match=message):
-        connect(str(path))
-    with pytest.raises(SchedulerFileError, match=message):
-        scheduler_file.check_writable(str(path))
+    for use in (connect, scheduler_file.check_writable):
+        with pytest.raises(SchedulerFileError, match=message):
+            use(str(path))
 
 
 # --- folders in which everybody may rename --------------------------------------------------------
@@ -106,14 +99,26 @@ def test_folders_in_which_any_user_may_rename_are_refused(open_folder):
 RANK = """
 import os, sys
 from hpcdask import process
-from hpcdask.bootstrap.janitor import Janitor
-janitor = Janitor("nobody")
-for path in sys.argv[1:]:
-    janitor.remove_at_end(path)
-print(process.owner_text(), flush=True)
+from hpcdask.bootstrap import janitor
+if sys.argv[1] == "immortal":  # as if a process could not be killed
+    janitor.KILL_DEADLINE_S = 3
+    janitor.marked_processes = lambda *_: [2**22]
+made = janitor.Janitor("nobody")
+for path in sys.argv[2:]:
+    made.remove_at_end(path)
+print(process.owner_text(), made.pid, flush=True)
 sys.stdin.readline()
 os._exit(0)
 """
+
+
+@contextlib.contextmanager
+def rank(kind: str, *paths: Path) -> Iterator[list[str]]:
+    """A process whose janitor removes these; its owner's text, and the janitor's process id."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", RANK, kind, *paths], **pipes) as process:
+        yield process.stdout.readline().strip().rsplit(" ", 1)
+        process.communicate("\n", timeout=60)
 
 
 def test_a_janitor_removes_what_its_rank_made_and_nothing_in_its_place(tmp_path):
@@ -123,20 +128,28 @@ def test_a_janitor_removes_what_its_rank_made_and_nothing_in_its_place(tmp_path)
     for path in (own, thesis, other):
         (path / "chapter").mkdir(parents=True)
         (path / "chapter" / "one.tex").touch()
-    with subprocess.Popen(
-        [sys.executable, "-c", RANK, *map(str, (keys, own, thesis, other))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as rank:
-        text = rank.stdout.readline().strip()
+    with rank("mortal", keys, own, thesis, other) as (text, _):
         (own / private.OWNER).write_text(text)
         (other / private.OWNER).write_text(f"{text}1")  # of another process
-        rank.communicate("\n", timeout=60)
     wait_for(lambda: not own.exists(), 30, "the rank's own folder to be removed")
     wait_for(lambda: not keys.exists(), 30, "its keys to be removed")
     assert (thesis / "chapter" / "one.tex").exists()
     assert (other / "chapter" / "one.tex").exists()
+
+
+def test_what_another_cluster_may_write_anew_is_removed_at_once(tmp_path):
+    """The scheduler file of a second run went when the first one's processes had ended."""
+    now, later = tmp_path / "cluster.json", tmp_path / os.fsdecode(b"caf\xe9")
+    now.write_text("")
+    later.mkdir()
+    with rank("immortal", now, later) as (_, janitor):
+        pass
+    wait_for(lambda: not now.exists(), 2, "the file to be removed")
+    assert later.exists()
+    now.write_text("of the next cluster")
+    wait_for(lambda: not psutil.pid_exists(int(janitor)), 20, "the janitor to end")
+    assert now.exists()
+    assert not later.exists()
 
 
 def test_a_link_is_removed_and_not_followed(tmp_path):
@@ -251,26 +264,23 @@ def test_configuration_that_others_may_write_is_refused(tmp_path, monkeypatch, w
 # --- the current folder ---------------------------------------------------------------------------
 
 
+PATHS = """
+from hpcdask.bootstrap.environment import *
+from hpcdask.runner.options import Program
+before = list(sys.path)
+add_working_folder()
+print(sys.path[-1])
+sys.path[:] = before
+Program("yaml", [], True).set_path()  # as in: python -m hpcdask.run -m program
+print(sys.path[0])
+assert os.getcwd() in sys.path
+"""
+
+
 @pytest.mark.parametrize(("bits", "there"), [(0o755, True), (0o1777, False)])
 def test_a_current_folder_that_is_open_to_all_is_no_place_for_modules(tmp_path, bits, there):
     tmp_path.chmod(bits)
-    program = "from hpcdask.bootstrap.environment import *; add_working_folder(); print(sys.path)"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert (f"{str(tmp_path)!r}]\n" in done.stdout) is there, done
-
-
-@pytest.mark.parametrize(("bits", "first"), [(0o755, True), (0o1777, False)])
-def test_a_module_that_is_run_does_not_bring_a_folder_that_is_open_to_all(tmp_path, bits, first):
-    """Such as ``python -m hpcdask.run -m program`` in /tmp."""
-    tmp_path.chmod(bits)
-    lines = "from hpcdask.runner.options import Program; Program('yaml', [], True).set_path()"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", f"{lines}; import sys; print(sys.path)"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.startswith(f"['{tmp_path}'") is first, done
-    assert str(tmp_path) in done.stdout
+    command = [sys.executable, "-P", "-c", PATHS]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    last, first = done.stdout.splitlines()
+    assert ((last == str(tmp_path)), (first == str(tmp_path))) == (there, there), done

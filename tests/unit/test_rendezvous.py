@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -24,9 +23,6 @@ from hpcdask.security.credentials import create_credentials
 from strangers import UID, root_only
 
 INFO = RendezvousInfo("10.0.0.1", 4711, "n1", {})
-
-
-NOTE = INFO.to_json()
 
 
 @pytest.fixture
@@ -77,13 +73,7 @@ def test_launches_do_not_meet(base):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        json.dumps(NOTE)[:-9],
-        "",
-        "[" * 500_000,
-    ],
-    ids=["cut off", "empty", "deep"],
+    "text", [json.dumps(INFO.to_json())[:-9], "", "[" * 500_000], ids=["cut off", "empty", "deep"]
 )
 def test_what_is_not_this_launch_s_note_is_ignored_and_replaced(base, text):
     meeting = Rendezvous("job 7.r1", shared=False)
@@ -118,51 +108,44 @@ def test_a_note_of_another_user_is_not_read(base):
     assert meeting.fetch() is None
 
 
-def test_ranks_of_several_nodes_meet_in_the_home_folder(base):
+def test_ranks_of_several_nodes_meet_in_the_home_folder_or_the_configured_one(base):
     home = base.parent / "home"
     meeting = Rendezvous("launch", shared=True)
     meeting.publish(INFO)
     assert Path(meeting.folder).parent == home
     meeting.close()
     assert not list(home.iterdir())
-
-
-def test_or_in_the_folder_of_the_configuration(base):
-    scratch = base / "scratch"
-    with dask.config.set({"hpcdask.shared-directory": str(scratch)}):
-        assert Path(Rendezvous("launch", shared=True).folder).parent == scratch
+    with dask.config.set({"hpcdask.shared-directory": str(base / "scratch")}):
+        assert Path(Rendezvous("launch", shared=True).folder).parent == base / "scratch"
         assert Path(Rendezvous("launch", shared=False).folder).parent == base
 
 
-def test_only_who_has_the_keys_arrives():
-    async def meet() -> list[dict]:
-        reports = []
+async def test_only_who_has_the_keys_arrives():
+    reports = []
 
-        async def arrived(report, channel):
-            reports.append(report)
-            channel.close()
+    async def arrived(report, channel):
+        reports.append(report)
+        channel.close()
 
-        keys, others = create_credentials(), create_credentials()
-        hub = link.Listener(arrived, keys)
-        note = dataclasses.replace(INFO, port=await hub.listen("127.0.0.1"), credentials=keys)
-        rank = await link.dial(note, "127.0.0.1")
-        for credentials in (others, {}):
-            with contextlib.suppress(OSError):
-                stranger = dataclasses.replace(note, credentials=credentials)
-                channel = await link.dial(stranger, "127.0.0.1")
-                channel.send(rank=2)
-                assert await channel.receive() is None
-        rank.send(rank=1)
-        assert await rank.receive() is None  # `arrived` closed the line
-        hub.close()
-        with pytest.raises(ConnectionRefusedError):
-            await link.dial(note, "127.0.0.1")
-        return reports
-
-    assert asyncio.run(meet()) == [{"rank": 1}]
+    keys, others = create_credentials(), create_credentials()
+    hub = link.Listener(arrived, keys)
+    note = dataclasses.replace(INFO, port=await hub.listen("127.0.0.1"), credentials=keys)
+    rank = await link.dial(note, "127.0.0.1")
+    for credentials in (others, {}):
+        with contextlib.suppress(OSError):
+            stranger = dataclasses.replace(note, credentials=credentials)
+            channel = await link.dial(stranger, "127.0.0.1")
+            channel.send(rank=2)
+            assert await channel.receive() is None
+    rank.send(rank=1)
+    assert await rank.receive() is None  # `arrived` closed the line
+    hub.close()
+    with pytest.raises(ConnectionRefusedError):
+        await link.dial(note, "127.0.0.1")
+    assert reports == [{"rank": 1}]
 
 
-def test_a_rank_says_why_rank_0_does_not_answer():
+async def test_a_rank_says_why_rank_0_does_not_answer():
     """A port where nobody listens is another matter than a network that swallows all."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -170,4 +153,4 @@ def test_a_rank_says_why_rank_0_does_not_answer():
         note = SimpleNamespace(fetch=lambda: info)
         rank = Rank(1, 2, 0, 1, "n2", "srun", "test")
         with pytest.raises(LaunchError, match=r"on n1 within 0\.2 s \(.*refused.*\): the note"):
-            asyncio.run(link.find_leader(rank, note, 0.2))
+            await link.find_leader(rank, note, 0.2)

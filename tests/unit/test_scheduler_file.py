@@ -28,8 +28,6 @@ from hpcdask.security.credentials import (
     to_security,
 )
 
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files to another user")
-
 
 @pytest.fixture(scope="module")
 def credentials() -> Credentials:
@@ -70,27 +68,18 @@ def mode(path: Path) -> int:
 # --- connecting -----------------------------------------------------------------------------------
 
 
-def test_connect_leaves_an_event_loop_free(file):
+async def test_connect_leaves_an_event_loop_free(file):
     """Regression: the loop stood still while the workers of a run came up."""
-
-    async def connect() -> tuple[int, str]:
-        task, turns = asyncio.ensure_future(hpcdask.connect(str(file), asynchronous=True)), 0
-        while not task.done():
-            turns += 1
-            await asyncio.sleep(0.01)
-        with pytest.raises(SchedulerFileError) as caught:
-            task.result()
-        return turns, str(caught.value)
-
-    async def work() -> int:
-        async with await hpcdask.connect(str(file), asynchronous=True) as client:
-            return await client.submit(sum, [1, 2])
-
-    assert asyncio.run(work()) == 3
+    async with await hpcdask.connect(str(file), asynchronous=True) as client:
+        assert await client.submit(sum, [1, 2]) == 3
     scheduler_file.note(str(file), ready=False, timeout=1.0)
-    turns, said = asyncio.run(connect())
+    task, turns = asyncio.ensure_future(hpcdask.connect(str(file), asynchronous=True)), 0
+    while not task.done():
+        turns += 1
+        await asyncio.sleep(0.01)
     assert turns > 10
-    assert "did not come up" in said
+    with pytest.raises(SchedulerFileError, match="did not come up"):
+        task.result()
 
 
 def test_connect(file, monkeypatch):
@@ -137,27 +126,21 @@ def test_the_loader_of_clusters_of_jobs_knows_its_own(tmp_path, monkeypatch):
     assert access.load_security({"address": "tls://10.0.0.1:1234"}) is None
 
 
-def test_a_missing_file_and_a_folder(tmp_path):
-    path = tmp_path / "cluster.json"
-    with pytest.raises(SchedulerFileError, match=rf"{path} does not exist.*--scheduler-file"):
-        hpcdask.connect(str(path))
-    with pytest.raises(SchedulerFileError, match=f"{tmp_path} is no plain file"):
-        hpcdask.connect(str(tmp_path))
-
-
 @pytest.mark.parametrize(
-    "text",
+    ("text", "message"),
     [
-        b"",
-        b'{"address": "tcp://host"}',
-        b'{"address": "tcp://host:1", "hpcdask": []}',
-        b"\x80\xff\x00",
+        (None, "does not exist.*--scheduler-file"),
+        (b"", "is not a scheduler file"),
+        (b'{"address": "tcp://host"}', "is not a scheduler file"),
+        (b'{"address": "tcp://host:1", "hpcdask": []}', "is not a scheduler file"),
+        (b"\x80\xff\x00", "is not a scheduler file"),
     ],
 )
-def test_not_a_scheduler_file(tmp_path, text):
+def test_not_a_scheduler_file(tmp_path, text, message):
     path = tmp_path / "cluster.json"
-    path.write_bytes(text)
-    with pytest.raises(SchedulerFileError, match=f"{path} is not a scheduler file"):
+    if text is not None:
+        path.write_bytes(text)
+    with pytest.raises(SchedulerFileError, match=f"{path} {message}"):
         hpcdask.connect(str(path))
 
 
@@ -172,12 +155,10 @@ def test_cluster_that_has_ended(credentials, tmp_path):
 
 def test_another_s_cluster_at_that_address(cluster, tmp_path):
     """The port of a dead cluster has gone to a living one, whose keys are others."""
-    path = tmp_path / "cluster.json"
-    foreign = create_credentials()
-    scheduler_file.write(str(path), cluster.scheduler_address, foreign, job=None)
-    with pytest.raises(SchedulerFileError) as caught:
-        hpcdask.connect(str(path), timeout=2)
-    assert str(path) in str(caught.value)
+    path = str(tmp_path / "cluster.json")
+    scheduler_file.write(path, cluster.scheduler_address, create_credentials(), job=None)
+    with pytest.raises(SchedulerFileError, match=path):
+        hpcdask.connect(path, timeout=2)
 
 
 def test_keys_that_are_open_to_others_or_gone(file):
@@ -195,19 +176,17 @@ def test_keys_that_are_open_to_others_or_gone(file):
 
 @pytest.mark.parametrize("umask", [0o000, 0o022])
 def test_modes_and_content(credentials, tmp_path, umask):
-    path = tmp_path / "cluster.json"
+    path, keys = tmp_path / "cluster.json", tmp_path / "cluster.json.keys"
     before = os.umask(umask)
     try:
         scheduler_file.write(str(path), "tls://10.0.0.1:8786", credentials, job="7.r1")
     finally:
         os.umask(before)
-    keys = tmp_path / "cluster.json.keys"
     assert (mode(path), mode(keys)) == (0o600, 0o600)
     assert load_credentials(str(keys)) == client_only(credentials)
     content = json.loads(path.read_text())
     assert content["address"] == "tls://10.0.0.1:8786"
-    assert content["hpcdask"]["keys"] == str(keys)
-    assert content["hpcdask"]["job"] == "7.r1"
+    assert content["hpcdask"].items() >= {"keys": str(keys), "job": "7.r1"}.items()
     assert "PRIVATE KEY" not in path.read_text()
 
 
