@@ -30,22 +30,16 @@ def as_before() -> Iterator[None]:
         yield
 
 
-def test_until_the_last_cluster_is_closed():
-    with defaults.suiting_devices():
-        with defaults.suiting_devices():
-            assert now() == OURS
-        assert now() == OURS
-    assert now() == OF_DASK
-
-
 @pytest.mark.parametrize(
-    ("name", "value"), [(CHUNK_SIZE, "64MiB"), (METHOD, "p2p"), (METHOD, "tasks")]
+    "own", [{}, {CHUNK_SIZE: "64MiB"}, {METHOD: "p2p"}, {METHOD: "tasks"}], ids=str
 )
-def test_what_the_program_set_stays(name: str, value: str):
-    with dask.config.set({name: value}):
+def test_they_are_ours_until_the_last_cluster_is_closed_but_what_the_program_set(own: dict):
+    with dask.config.set(own):
         with defaults.suiting_devices():
-            assert now() == {**OURS, name: value}
-        assert now() == {**OF_DASK, name: value}
+            with defaults.suiting_devices():
+                assert now() == {**OURS, **own}
+            assert now() == {**OURS, **own}
+        assert now() == {**OF_DASK, **own}
 
 
 def test_what_the_program_sets_later_stays():

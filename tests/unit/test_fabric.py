@@ -102,6 +102,7 @@ def test_the_only_network_takes_the_place_of_a_loopback_address(monkeypatch, add
 
 
 def test_infiniband(tmp_path):
+    verbs = [f"sys/class/infiniband_verbs/uverbs{number}/ibdev" for number in range(4)]
     root = write(
         tmp_path,
         {
@@ -109,14 +110,9 @@ def test_infiniband(tmp_path):
             **port("mlx5_1", "1: DOWN", rate="10 Gb/sec (4X SDR)"),
             **port("mlx5_2", "4: ACTIVE", "Ethernet", "2.5 Gb/sec (1X SDR)", number=2),
             **port("mlx5_3", "4: ACTIVE", rate=""),
-            "sys/class/infiniband_verbs/uverbs0/ibdev": "mlx5_0\n",
-            "sys/class/infiniband_verbs/uverbs1/ibdev": "mlx5_1\n",
-            "sys/class/infiniband_verbs/uverbs2/ibdev": "mlx5_2\n",
-            "sys/class/infiniband_verbs/uverbs3/ibdev": "mlx5_3\n",
+            **{path: f"mlx5_{number}\n" for number, path in enumerate(verbs)},
             # The container has none for the last
-            "dev/infiniband/uverbs0": "",
-            "dev/infiniband/uverbs1": "",
-            "dev/infiniband/uverbs2": "",
+            **{f"dev/infiniband/uverbs{number}": "" for number in range(3)},
         },
     )
     ports = fabric.infiniband(root)
@@ -133,55 +129,37 @@ def test_infiniband(tmp_path):
 # NVLink
 
 
-@pytest.fixture
-def nvml(nvml, monkeypatch):
-    """A function that describes GPUs, and the state of each pair, to NVML's stand-in."""
-
-    def describe(gpus, status):
-        nvml(gpus)
-        import pynvml
-
-        def ask(first, second, index):
-            assert index == pynvml.NVML_P2P_CAPS_INDEX_NVLINK
-            found = status(first["uuid"], second["uuid"])
-            if found is None:
-                raise pynvml.NVMLError_NotSupported("Not Supported")
-            return found
-
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", ask)
-        return pynvml
-
-    return describe
-
-
-def gpus(count, **more):
-    return [{"uuid": f"GPU-{number}", **more} for number in range(count)]
+def gpus(count, joined=()):
+    """GPUs, of which some are joined by NVLink."""
+    made = [{"uuid": f"GPU-{number}", "nvlink": []} for number in range(count)]
+    for one, other in joined:
+        made[one]["nvlink"].append(f"GPU-{other}")
+        made[other]["nvlink"].append(f"GPU-{one}")
+    return made
 
 
 def test_all_gpus_joined_through_switches(nvml):
-    nvml(gpus(8), lambda a, b: 0)
+    nvml(gpus(8, itertools.combinations(range(8), 2)))
     shown, joined = fabric.nvlink_pairs()
     assert shown == tuple(f"GPU-{number}" for number in range(8))
     assert joined == tuple(itertools.combinations(shown, 2))
 
 
 def test_pairs_joined_by_bridges_and_pairs_that_nvml_does_not_tell(nvml, monkeypatch):
-    told = {("GPU-0", "GPU-1"): 0, ("GPU-2", "GPU-3"): 0, ("GPU-0", "GPU-2"): None}
-    told[("GPU-0", "GPU-3")] = 6
-    pynvml = nvml(gpus(4), lambda a, b: told.get((a, b), 5))
+    nvml([*gpus(4, [(0, 1), (2, 3)]), {"uuid": "GPU-4"}])
     shown, joined = fabric.nvlink_pairs()
     assert joined == (("GPU-0", "GPU-1"), ("GPU-2", "GPU-3"))
     assert fabric.nvlink_pairs({"GPU-3"}) == (shown, joined[1:])
+    import pynvml
+
     monkeypatch.delattr(pynvml, "nvmlDeviceGetP2PStatus")  # an old one
     assert fabric.nvlink_pairs() == (shown, ())
 
 
 def test_slices_and_hidden_gpus_have_no_nvlink(nvml):
     part = {"uuid": "MIG-1", "name": "", "memory": 1}
-    nvml(
-        [{"uuid": "GPU-m", "mig": [part]}, *gpus(2), {"uuid": "GPU-h", "forbidden": True}],
-        lambda a, b: 0,
-    )
+    others = [{"uuid": "GPU-m", "mig": [part]}, {"uuid": "GPU-h", "forbidden": True}]
+    nvml([others[0], *gpus(2, [(0, 1)]), others[1]])
     assert fabric.nvlink_pairs() == (("GPU-0", "GPU-1"), (("GPU-0", "GPU-1"),))
 
 
@@ -267,7 +245,7 @@ def test_missing_packages(site, there, what):
 
 def test_look_and_json(site, cards, nvml, tmp_path):
     site("distributed_ucxx", "ucxx", "libucx")
-    nvml(gpus(3), lambda a, b: None if "GPU-2" in (a, b) else 0)
+    nvml(gpus(3, [(0, 1)]))
     write(tmp_path, {**port("mlx5_0", "4: ACTIVE")})
     write(tmp_path, {"proc/driver/nvidia/gpus/0000/information": "Device Minor: \t 9\n"})
     found = fabric.look(cards, {"UCX_TLS": "all"})

@@ -110,58 +110,48 @@ class Channel:
         return await self.into.get()
 
 
-def meet(theirs: bytes, mine: bytes) -> tuple[list[Any], list[bytes], list[bytes]]:
-    """What a listener and a connector end with, and what each has sent."""
+async def meet(theirs: bytes, mine: bytes) -> tuple[list[Any], list[bytes], list[bytes]]:
+    """Return what a listener and a connector end with, and what each has sent."""
     from hpcdask.comm.ucx import prove
 
-    async def both():
-        one, other = asyncio.Queue(), asyncio.Queue()
-        listener, connector = Channel(one, other), Channel(other, one)
-        ends = [
-            asyncio.create_task(prove(listener, theirs, listens=True)),
-            asyncio.create_task(prove(connector, mine, listens=False)),
-        ]
-        await asyncio.wait(ends, timeout=60, return_when=asyncio.FIRST_EXCEPTION)
-        for _ in range(10):  # what was sent before the refusal arrives
-            await asyncio.sleep(0)
-        for end in ends:
-            end.cancel()
-        return await asyncio.gather(*ends, return_exceptions=True), listener.sent, connector.sent
-
-    return asyncio.run(both())
+    one, other = asyncio.Queue(), asyncio.Queue()
+    listener, connector = Channel(one, other), Channel(other, one)
+    ends = [
+        asyncio.create_task(prove(listener, theirs, listens=True)),
+        asyncio.create_task(prove(connector, mine, listens=False)),
+    ]
+    await asyncio.wait(ends, timeout=60, return_when=asyncio.FIRST_EXCEPTION)
+    for _ in range(10):  # what was sent before the refusal arrives
+        await asyncio.sleep(0)
+    for end in ends:
+        end.cancel()
+    return await asyncio.gather(*ends, return_exceptions=True), listener.sent, connector.sent
 
 
 @needs("ucxx")
-def test_both_know_the_secret():
-    (listener, connector), told, heard = meet(b"s" * 32, b"s" * 32)
+async def test_both_know_the_secret():
+    (listener, connector), told, heard = await meet(b"s" * 32, b"s" * 32)
     assert listener == connector[::-1]  # each sends by the tag by which the other receives
     sent = told + heard
     assert [len(part) for part in sent] == [32] * 4
-    assert len({*sent, *meet(b"s" * 32, b"s" * 32)[1]}) == 6  # every challenge is new
+    assert len({*sent, *(await meet(b"s" * 32, b"s" * 32))[1]}) == 6  # every challenge is new
     assert not any(b"s" * 8 in part for part in sent)
     assert not any(tag.to_bytes(8, "big") in part for part in sent for tag in listener)
 
 
 @needs("ucxx")
-def test_a_listener_proves_nothing_to_one_that_does_not_know_the_secret():
-    ends, told, _ = meet(b"s" * 32, b"x" * 32)
+async def test_a_listener_proves_nothing_to_one_that_does_not_know_the_secret():
+    ends, told, _ = await meet(b"s" * 32, b"x" * 32)
     assert isinstance(ends[0], PermissionError)
     assert isinstance(ends[1], asyncio.CancelledError)  # it waited on
     assert len(told) == 1
 
 
 @needs("ucxx")
-def test_a_connector_refuses_a_listener_that_sends_its_answer_back():
+async def test_a_connector_refuses_a_listener_that_sends_its_answer_back():
     from hpcdask.comm.ucx import prove
 
-    class Mirror(Channel):
-        async def send(self, message: bytes) -> None:
-            self.into.put_nowait(message)
-
-    async def dial():
-        mirror = Mirror(asyncio.Queue(), asyncio.Queue())
-        mirror.into.put_nowait(b"c" * 32)
-        await prove(mirror, b"s" * 32, listens=False)
-
+    own = asyncio.Queue()
+    own.put_nowait(b"c" * 32)
     with pytest.raises(PermissionError):
-        asyncio.run(dial())
+        await prove(Channel(own, own), b"s" * 32, listens=False)

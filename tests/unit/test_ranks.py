@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from hpcdask.bootstrap.ranks import detect
 from hpcdask.queues.environment import job_id
-from launching import needs
 
 OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -151,7 +150,11 @@ def test_rank(environ, launcher):
 
 
 @pytest.mark.parametrize(
-    "environ", [{}, BATCH, {"PBS_JOBID": "7"}], ids=["nothing", "sbatch", "qsub"]
+    "environ",
+    [
+        *({}, BATCH, {"PBS_JOBID": "7"}),
+        *({**SHELL_BY_SRUN, **plugin} for plugin in ({}, PMI2, PMIX)),  # the user is the launcher
+    ],
 )
 def test_no_launcher(environ):
     rank = detect(environ)
@@ -254,14 +257,3 @@ def test_jobs_of_grid_engine():
     ids = [job_id(one) for one in environs]
     assert None not in ids
     assert len(set(ids)) == 4
-
-
-# --- how ranks meet -------------------------------------------------------------------------------
-
-
-@needs("mpi4py")
-@pytest.mark.parametrize("plugin", [{}, PMI2, PMIX])
-def test_in_a_shell_by_srun_the_user_is_the_launcher(plugin: dict[str, str]) -> None:
-    found = detect({**SHELL_BY_SRUN, **plugin})
-    assert found is not None
-    assert (found.launcher, found.index, found.size) == ("none", 0, 1)

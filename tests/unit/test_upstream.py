@@ -7,15 +7,14 @@ of them, docs/design.md what would make them superfluous.
 from __future__ import annotations
 
 import ast
-import asyncio
 import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import dask
 import pytest
@@ -92,20 +91,14 @@ def test_private_parts_of_dependencies_stand_behind_the_seam():
 # distributed
 
 
-async def servers(test: Any) -> None:
+async def test_what_is_set_on_live_servers_is_there():
+    """Each of these would be set in silence, and do nothing, if distributed had moved it."""
     local = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
     async with (
         Scheduler(**local) as scheduler,
         Worker(scheduler.address, **local) as worker,
         Client(scheduler.address, asynchronous=True) as client,
     ):
-        test(scheduler, worker, client)
-
-
-def test_what_is_set_on_live_servers_is_there():
-    """Each of these would be set in silence, and do nothing, if distributed had moved it."""
-
-    def test(scheduler: Any, worker: Any, client: Any) -> None:
         to_worker = scheduler.stream_comms[worker.address]
         for stream in (to_worker, worker.batched_stream, client.scheduler_comm):
             distributed.set_interval(stream, 0.0)
@@ -116,8 +109,6 @@ def test_what_is_set_on_live_servers_is_there():
         assert not finalizer.alive
         worker._workdir = None
         distributed.leave_folder(worker)
-
-    asyncio.run(servers(test))
 
 
 @pytest.mark.parametrize(
@@ -156,20 +147,19 @@ def test_distributed_still_says(module, texts):
     assert [text for text in texts if text in source] == texts
 
 
-OVERRIDING = {
-    "hpcdask.clusters.base": ["BaseCluster"],
-    "hpcdask.comm.peers": ["PeerPool", "PeerWorker"],
-    "hpcdask.node.device_worker": ["DeviceWorker"],
-    "hpcdask.node.nanny": ["BoundNanny"],
-}
-
-
 @pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module, found in OVERRIDING.items() for name in found]
+    "path",
+    [
+        "hpcdask.clusters.base.BaseCluster",
+        "hpcdask.comm.peers.PeerPool",
+        "hpcdask.comm.peers.PeerWorker",
+        "hpcdask.node.device_worker.DeviceWorker",
+        "hpcdask.node.nanny.BoundNanny",
+    ],
 )
-def test_what_is_overridden_is_there(module, name):
+def test_what_is_overridden_is_there(path):
     """distributed would not call a method of ours whose name it has given up."""
-    kind = getattr(importlib.import_module(module), name)
+    kind = pkgutil.resolve_name(path)
     called = set(re.findall(r"super\(\)\.(\w+)", inspect.getsource(kind))) - {"__init__"}
     assert called
     assert not [one for one in called if not any(hasattr(base, one) for base in kind.__bases__)]
@@ -188,48 +178,41 @@ async def test_a_cluster_has_its_loop_its_adaptive_and_its_log():
 
 def test_nannies_preload_nothing_into_the_fork_server(monkeypatch):
     """distributed's `get_mp_context` reads this, and imports every optional package else."""
-    import distributed.utils
+    from distributed import utils
 
-    monkeypatch.setattr(distributed.utils, "_forkserver_preload_set", False)
-    hpcdask.upstream.distributed.preload_nothing()
-    assert "_forkserver_preload_set" in distributed.utils.get_mp_context.__code__.co_names
-    monkeypatch.delattr(distributed.utils, "_forkserver_preload_set")
+    monkeypatch.setattr(utils, "_forkserver_preload_set", False)
+    distributed.preload_nothing()
+    assert "_forkserver_preload_set" in utils.get_mp_context.__code__.co_names
+    monkeypatch.delattr(utils, "_forkserver_preload_set")
     with pytest.raises(UsageError, match=r"distributed\.utils\._forkserver_preload_set"):
-        hpcdask.upstream.distributed.preload_nothing()
+        distributed.preload_nothing()
 
 
 # dask
 
 
-class Wanted(set):
-    """Keys that may be looked up, and not be walked through."""
-
-    def __iter__(self):
-        raise AssertionError("all wanted keys were looked at for one layer")
-
-
-def test_a_layer_looks_at_its_own_keys_alone():
+def test_what_is_culled_is_what_dask_culls():
     distributed.cull_by_layer()
     distributed.cull_by_layer()  # once is enough
-    first, last = dask.delayed(len)("12"), dask.delayed(len)("123")
-    both = HighLevelGraph.merge(first.dask, last.dask)
-    kept, needs_of = first.dask.layers[first.key].cull(Wanted({first.key, last.key, "x"}), set())
-    assert dict(kept) == dict(first.dask)
-    assert needs_of == {first.key: set()}
-    assert set(both.cull([last.key]).to_dict()) == {last.key}
-
-
-def test_what_is_culled_is_what_dask_culls():
     numbers = [dask.delayed(len)("1" * size) for size in range(20)]
     sums = [dask.delayed(sum)(numbers[start:]) for start in range(15)]
     unwanted = dask.delayed(max)(numbers)
     ours = HighLevelGraph.merge(*(one.dask for one in (*sums, unwanted)))
-    distributed.cull_by_layer()
-    found = ours.cull([one.key for one in sums])
-    assert set(found.to_dict()) == {one.key for one in numbers + sums}
-    assert dask.get(found.to_dict(), [one.key for one in sums]) == tuple(
-        sum(range(start, 20)) for start in range(15)
-    )
+    keys = [one.key for one in sums]
+    found = ours.cull(keys).to_dict()
+    assert set(found) == {one.key for one in numbers + sums}
+    assert dask.get(found, keys) == tuple(sum(range(start, 20)) for start in range(15))
+
+    class Wanted(set):
+        """Keys that may be looked up, and not be walked through."""
+
+        def __iter__(self):
+            raise AssertionError("all wanted keys were looked at for one layer")
+
+    layer = numbers[0].dask.layers[numbers[0].key]
+    kept, needs_of = layer.cull(Wanted({numbers[0].key, "x"}), set())
+    assert dict(kept) == dict(numbers[0].dask)
+    assert needs_of == {numbers[0].key: set()}
 
 
 # The others
