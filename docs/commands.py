@@ -7,6 +7,8 @@ from hpcdask.bench.command import bench
 from hpcdask.runner.options import command
 
 runner = command()
+for param in runner.params:  # the reference has those that --help leaves out
+    param.hidden = param.name == "attached"
 # `hpcdask bench` hands its arguments on to a group of its own, which is listed with its workloads
 hpcdask = click.Group(
     "hpcdask",

@@ -13,7 +13,6 @@ from hpcdask.bootstrap.environment import interpreter
 from hpcdask.clusters.command import attach, down, list_, scale, up
 from hpcdask.errors import HpcdaskError
 from hpcdask.logs import complain
-from hpcdask.spec.help import Option
 from hpcdask.stacks.command import logs, stacks
 from hpcdask.submit.command import submit
 from hpcdask.upstream.configuration import reading
@@ -73,12 +72,10 @@ for command in (submit, list_, down, stacks, logs, up, scale, attach):
 @click.option("--json", "as_json", is_flag=True, help="Write one JSON object.")
 @click.option(
     "--timeout",
-    cls=Option,
     default=60.0,
-    show_default="60 s",
     type=click.FloatRange(min=1),
     metavar="SECONDS",
-    help="Wait this long for all ranks of a launch.",
+    help="Wait this long for all ranks of a launch. Default: 60 s.",
 )
 @click.option(
     "--port-range",

@@ -22,8 +22,7 @@ from hpcdask.node.preload import variables
 from hpcdask.queues.environment import is_job_of_queue, job_id
 from hpcdask.queues.registry import queue_class, system_of_job
 from hpcdask.spec.argv import make_command, options, read
-from hpcdask.spec.job import JobSpec
-from hpcdask.spec.specs import WorkerSpec
+from hpcdask.spec.specs import JobSpec, WorkerSpec
 
 HELP = """Run the workers of one job on this node, or on each node of a SLURM job.
 
@@ -35,7 +34,7 @@ SIGTERM, after handing over what they hold.
 def command() -> click.Command:
     """Return the command line, made from the fields of `WorkerSpec`."""
     count: dict[str, Any] = {"type": click.IntRange(min=1), "default": 1, "show_default": True}
-    params = [
+    params: list[click.Parameter] = [
         click.Option(
             ["--scheduler"], required=True, help="Its address, such as tls://10.0.0.1:8786."
         ),

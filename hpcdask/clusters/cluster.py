@@ -29,8 +29,8 @@ from hpcdask.jobs import watchdog
 from hpcdask.jobs.folder import ClusterFolder, new_name, prune
 from hpcdask.jobs.state import OVER
 from hpcdask.logs import say
-from hpcdask.spec.signatures import describe, spell_out
-from hpcdask.spec.tags import group_id
+from hpcdask.spec.keywords import describe, spell_out
+from hpcdask.spec.names import group_id
 from hpcdask.upstream import distributed as upstream
 
 from . import scaling

@@ -26,9 +26,8 @@ from hpcdask.jobs.state import JobReport
 from hpcdask.logs import complain, plural, say
 from hpcdask.queues.job_state import WAITING
 from hpcdask.queues.registry import queue_class, systems
-from hpcdask.spec.argv import make_command, option_name, read
-from hpcdask.spec.help import folder_option
-from hpcdask.spec.tags import parse_tag
+from hpcdask.spec.argv import folder_option, make_command, option_name, read
+from hpcdask.spec.names import parse_tag
 
 #: Seconds for which `list` shows a detached cluster that is over.
 OVER_S = 86400.0
@@ -382,7 +381,7 @@ def _keywords(cls: type, words: tuple[str, ...]) -> dict[str, Any]:
     known = {name: one.annotation for name, one in inspect.signature(cls).parameters.items()}
     options = [click.Option([option_name(name)], multiple=True) for name in known if name != "name"]
     command = make_command("hpcdask up", "", options)
-    given = read(command, words, lambda error: f"hpcdask up: {error.format_message()}")
+    given = read(command, words)
     return {name: _value(known[name], list(some)) for name, some in given.items() if some}
 
 

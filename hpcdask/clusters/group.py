@@ -15,8 +15,7 @@ from distributed.scheduler import TaskState, WorkerState
 from hpcdask.errors import HpcdaskError, NoAnswer, NotHere, QueueError, Refused, root_cause
 from hpcdask.jobs.state import OVER, JobState, lasting
 from hpcdask.queues.job_state import QueueStatus
-from hpcdask.spec.job import parse_worker_name
-from hpcdask.spec.tags import group_id
+from hpcdask.spec.names import group_id, parse_worker_name
 
 from . import display, retire
 from .job import Job, Policy, ends_at, margin_s, observe, worker_names

@@ -9,7 +9,7 @@ from typing import Any
 from hpcdask.jobs.state import OVER, WAITING, JobReport, JobState
 from hpcdask.queues import job_state
 from hpcdask.queues.job_state import QueueState, QueueStatus
-from hpcdask.spec.job import worker_name
+from hpcdask.spec.names import worker_name
 from hpcdask.spec.records import Record
 
 #: Bytes per second at which results move between workers.

@@ -17,9 +17,8 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 from distributed import Scheduler, Security
 
 from hpcdask.errors import UsageError
-from hpcdask.spec.keywords import Protocol, WorkerKeywords
+from hpcdask.spec.keywords import Keyword, Protocol, WorkerKeywords
 from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT, parse_memory, parse_seconds
-from hpcdask.spec.signatures import Keyword
 from hpcdask.spec.specs import WorkerSpec, keywords_of
 
 Time = str | float | timedelta

@@ -317,7 +317,7 @@ class _Reader:
         if "protocol" in found:
             protocol = str(found["protocol"]).removesuffix("://")
             found["protocol"] = "tcp" if protocol == "tls" else protocol
-        return WorkerSpec.from_keywords(found)
+        return WorkerSpec.from_keywords(found).configured()
 
     def _gpus(self, settings: Mapping[str, Any], nodes: int, spec: WorkerSpec) -> tuple[int, bool]:
         """Return the GPUs per job, and whether the user's own directives ask for them already."""

@@ -25,7 +25,7 @@ from hpcdask.runner import mpi
 from hpcdask.runner.link import Listener, Rendezvous, find_leader
 from hpcdask.security.credentials import create_credentials
 from hpcdask.security.ports import use
-from hpcdask.spec.parsing import parse_port_range
+from hpcdask.spec.parsing import configured_port_range, parse_port_range
 
 from . import launch, nccl, nodes, report, stack
 from .collect import Gathering
@@ -56,7 +56,7 @@ def run(
     """
     if not 0 < timeout < math.inf:
         raise UsageError(f"--timeout: {timeout:g} is not a time. Accepted: a number of seconds")
-    use(parse_port_range(port_range, "--port-range"))
+    use(parse_port_range(port_range, "--port-range") or configured_port_range())
     rank = ranks.detect()
     first = rank is None or rank.local_index == 0
     readers = {name: group.read for name, group in nodes.GROUPS.items() if first or group.by_all}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hpcdask.errors import NotHere, QueueError, root_cause
 from hpcdask.queues.base import Queue
 from hpcdask.queues.commands import COMMAND_TIMEOUT_S
-from hpcdask.spec.tags import parse_tag
+from hpcdask.spec.names import parse_tag
 
 from .folder import ClusterFolder
 

@@ -12,7 +12,7 @@ from hpcdask.logs import say
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, QueueStatus
 from hpcdask.queues.registry import queue_class, systems
-from hpcdask.spec.tags import parse_tag
+from hpcdask.spec.names import parse_tag
 
 from .detached import SCHEDULER, scheduler_job
 from .folder import ClusterFolder, list_clusters

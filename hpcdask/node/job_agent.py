@@ -21,7 +21,7 @@ from hpcdask.logs import complain, plural, say
 from hpcdask.queues import environment
 from hpcdask.queues.environment import job_id
 from hpcdask.security.credentials import load_credentials, to_security
-from hpcdask.spec.job import JobSpec
+from hpcdask.spec.specs import JobSpec
 from hpcdask.upstream import distributed as upstream
 
 from .host_agent import HURRIED_S, HostAgent

@@ -14,8 +14,6 @@ import click
 from hpcdask.bootstrap.environment import wants_folders
 from hpcdask.errors import UsageError
 from hpcdask.spec.argv import make_command, options, read
-from hpcdask.spec.help import Option
-from hpcdask.spec.parsing import UNREAD
 from hpcdask.spec.specs import RunSpec
 
 HELP = """Run a Python program with a Dask cluster around it.
@@ -49,14 +47,12 @@ USUAL = (
 
 def command() -> click.Command:
     """Return the command line, made from the fields of `RunSpec`."""
-    params = [
+    params: list[click.Parameter] = [
         *options(RunSpec, USUAL),
-        Option(
+        click.Option(
             ["-m", "module"],
             is_flag=True,
             help="The program is a module: -m package.module [args].",
-            group="Start",
-            usual=True,
         ),
         click.Option(["--attached"], type=int, hidden=True),
         click.Argument(["program"], nargs=-1, type=click.UNPROCESSED),
@@ -74,7 +70,6 @@ def parse(argv: Sequence[str]) -> RunRequest:
     if module and not target:
         raise UsageError("-m needs the name of a module, such as -m hpcdask.bench")
     program = Program(target[0], list(target[1:]), module) if target else None
-    values["port_range"] = values["port_range"] or UNREAD  # a rank's own process imports no dask
     return RunRequest(RunSpec(**values), program, attached)
 
 

@@ -23,7 +23,6 @@ from hpcdask.node.placement import (
 )
 from hpcdask.queues.environment import how_to_request
 from hpcdask.security.ports import PER_SCHEDULER, check_size
-from hpcdask.spec import kinds
 from hpcdask.spec.specs import RunSpec
 
 
@@ -38,14 +37,14 @@ def assign_devices(
 
     Raises DeviceError for too few GPUs, and UsageError for other ranks than ``--groups`` has.
     """
-    wanted = kinds.kinds(spec.groups)
+    wanted = spec.kinds()
     taken: dict[int, list[Gpu | None]] = {one.rank: [None] for one in inventories}
     blind = [one for one in inventories if not one.gpus]
     all_blind = len(blind) == len(inventories)
     if not wanted:
         if spec.device == "cpu" or (spec.device == "auto" and all_blind and job is None):
             return taken
-        if all_blind or (blind and spec.groups != kinds.AUTO):
+        if all_blind or (blind and spec.groups != ("auto",)):
             who = "none of the ranks sees" if all_blind else f"rank {blind[0].rank} does not see"
             where = some(sorted(one.host for one in blind))
             raise DeviceError(
@@ -164,7 +163,7 @@ class Plan:
 def _fallback(spec: RunSpec, ranks: Sequence[Inventory]) -> str:
     """Return a line on ranks that fall back to the CPU without ``--device cpu``, or nothing."""
     blind = [one.host for one in ranks if not one.gpus]
-    if spec.device != "auto" or kinds.kinds(spec.groups) or not blind:
+    if spec.device != "auto" or spec.kinds() or not blind:
         return ""
     if len(blind) == len(ranks):
         return "no GPU here, so workers compute on the CPU (--device cpu says that this is meant)"
@@ -187,7 +186,7 @@ def make_plan(
     ranks = [one for _, one in sorted(inventories.items())]
     by_hand = rank.launcher == "none"
     given = assign_devices(ranks, spec, by_hand=by_hand, job=job)
-    if by_hand and given[0] == [None] and not kinds.kinds(spec.groups):
+    if by_hand and given[0] == [None] and not spec.kinds():
         from distributed.deploy.utils import nprocesses_nthreads
 
         cores = len(inventories[0].cores)

@@ -24,9 +24,7 @@ from hpcdask.client.connect import configure_client, forget_client, load_securit
 from hpcdask.errors import LaunchError, UsageError
 from hpcdask.logs import complain
 from hpcdask.process import signal_name
-from hpcdask.spec.argv import to_argv
-from hpcdask.spec.keywords import InitializeKeywords, RunKeywords
-from hpcdask.spec.signatures import Keyword, describe, spell_out
+from hpcdask.spec.keywords import InitializeKeywords, Keyword, RunKeywords, describe, spell_out
 from hpcdask.spec.specs import RunSpec, keywords_of
 
 from . import mpi
@@ -68,7 +66,7 @@ class Runner:
     """
 
     def __init__(self, **options: Unpack[RunKeywords]) -> None:
-        self.spec = RunSpec.from_keywords(options)
+        self.spec = RunSpec.from_keywords(options).configured()
         self.status = Status.created
         self.scheduler_address: str | None = None
         self.security = Security()
@@ -86,7 +84,7 @@ class Runner:
                 "the launcher's environment does not tell this process's rank: import "
                 "mpi4py.MPI before hpcdask.Runner, or use python -m hpcdask.run"
             )
-        command = [*interpreter(), "-m", "hpcdask.run", *to_argv(self.spec)]
+        command = [*interpreter(), "-m", "hpcdask.run", *self.spec.to_argv()]
         pmi = os.environ.get("PMI_FD", "")  # the line to MPICH's launcher
         pass_on = [int(pmi)] if pmi and os.path.exists(f"/proc/self/fd/{pmi}") else []
 
@@ -165,7 +163,7 @@ class Runner:
 _FIELDS = keywords_of(RunSpec)
 _SIGNATURE = spell_out(Runner.__init__, _FIELDS)
 Runner.__init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
-Runner.__doc__ = describe(Runner.__doc__, _FIELDS)
+Runner.__doc__ = describe(Runner.__doc__ or "", _FIELDS)
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int:

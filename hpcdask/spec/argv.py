@@ -1,17 +1,24 @@
-"""Spec to command line, and click options from fields."""
+"""Command lines: click options from the fields of a spec, and the values that a user gave."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import click
 
 from hpcdask.errors import UsageError
 
-from .parsing import METAVARS, parse_deadline, parse_seconds
+from .parsing import METAVARS, parse_strings, parse_switch
 
-if TYPE_CHECKING:
-    import click
+#: The option of commands on clusters that says where they are.
+folder_option = click.option(
+    "--folder",
+    "base",
+    metavar="BASE",
+    help="Folder with the clusters' folders. Default: HPCDASK_HOME, or ~/.hpcdask.",
+)
 
 
 def option_name(name: str) -> str:
@@ -26,80 +33,57 @@ def negative(option: str) -> str:
     return option.replace("--", "--no-", 1)
 
 
-def to_argv(spec: Any) -> list[str]:
-    """Return options that reproduce a spec's values where they differ from the defaults."""
-    argv: list[str] = []
-    for item in dataclasses.fields(spec):
-        value = getattr(spec, item.name)
-        if value == item.default:
-            continue
-        option = option_name(item.name)
-        if item.metadata.get("flag"):
-            argv.append(option if value else negative(option))
-        elif item.metadata.get("multiple"):
-            for one in value:
-                argv += [option, one]
-        elif isinstance(value, tuple):
-            argv += [option, ",".join(value) or "none"]
-        elif isinstance(value, dict):
-            argv += [option, " ".join(f"{key}={number!r}" for key, number in value.items())]
+def options(cls: Any, usual: Collection[str] = ()) -> list[click.Option]:
+    """Return the click options of a spec's fields, in their order.
+
+    If some are `usual`, the help text has only them, and ``--help-all`` shows all.
+    """
+    found = []
+    for item in dataclasses.fields(cls):
+        option, parse = option_name(item.name), item.metadata["parse"]
+        more: dict[str, Any] = {"help": item.metadata["help"], "default": item.default}
+        if parse is parse_switch:
+            option = f"{option}/{negative(option)}"
         else:
-            argv += [option, "none" if value is None else str(value)]
-    return argv
+            more |= {"metavar": item.metadata["metavar"] or METAVARS.get(parse), "type": str}
+        if parse is parse_strings:
+            more["multiple"] = True
+        elif isinstance(item.default, tuple):
+            more["default"] = ",".join(item.default)
+        found.append(click.Option([option], hidden=bool(usual) and item.name not in usual, **more))
+
+    def show_all(context: click.Context, param: click.Parameter, value: bool) -> None:
+        if value:
+            for option in found:
+                option.hidden = False
+            click.echo(context.get_help())
+            context.exit()
+
+    if usual:
+        flags: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False}
+        text = "Show all options and exit."
+        found.append(click.Option(["--help-all"], callback=show_all, help=text, **flags))
+    return found
 
 
 def make_command(
-    program: str, text: str, params: list[Any], epilog: str | None = None, **settings: Any
+    program: str, text: str, params: Sequence[click.Parameter], epilog: str = "", **more: Any
 ) -> click.Command:
     """Make a command with a help text, for `read`."""
-    from .help import GroupedCommand
-
-    settings |= {"max_content_width": 100, "help_option_names": ["-h", "--help"]}
-    return GroupedCommand(
-        program, params=params, help=text, epilog=epilog, context_settings=settings
-    )
+    more |= {"max_content_width": 100, "help_option_names": ["-h", "--help"]}
+    return click.Command(program, params=[*params], help=text, epilog=epilog, context_settings=more)
 
 
-def read(
-    command: Any, argv: Sequence[str], advice: Callable[[Any], str] = lambda error: ""
-) -> dict[str, Any]:
+def read(command: click.Command, argv: Sequence[str]) -> dict[str, Any]:
     """Return the values on a command line.
 
-    Raises UsageError, in which `advice` may explain click's error, and SystemExit after ``--help``.
+    Raises UsageError, and SystemExit after ``--help``.
     """
-    import click
-
     try:
         with command.make_context(command.name, list(argv)) as context:
             return dict(context.params)
     except click.exceptions.Exit as stop:
         raise SystemExit(stop.exit_code) from None
     except click.UsageError as error:
-        usual = f"{error.format_message()} ({command.name} --help lists the options)"
-        raise UsageError(advice(error) or usual) from None
-
-
-def options(cls: Any, usual: Collection[str] = ()) -> list[Any]:
-    """Return the click options of a spec's fields, in their order; `usual` fields come first."""
-    from .help import Option
-
-    result = []
-    for item in dataclasses.fields(cls):
-        option, about = option_name(item.name), item.metadata
-        given: dict[str, Any] = {"help": about["help"], "group": about["group"]}
-        given["usual"] = item.name in usual
-        if about.get("flag"):
-            option, given["default"] = f"{option}/{negative(option)}", item.default
-        elif about.get("multiple"):
-            given |= {"multiple": True, "metavar": about.get("metavar")}
-        else:
-            default: Any = (
-                ",".join(item.default) if isinstance(item.default, tuple) else item.default
-            )
-            shown: bool | str = default not in (None, "")
-            if about["parse"] in (parse_seconds, parse_deadline) and shown:
-                shown = f"{default:g} s"
-            metavar = about.get("metavar") or METAVARS.get(about["parse"])
-            given |= {"default": default, "type": str, "show_default": shown, "metavar": metavar}
-        result.append(Option([option], **given))
-    return result
+        hint = f" ({command.name} --help lists the options)" if command.help else ""
+        raise UsageError(f"{error.format_message()}{hint}") from None

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
-
-Reader = Callable[[Any], Any]
 
 
 class Record:
@@ -21,27 +20,21 @@ class Record:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read what `to_json` and JSON made of one."""
-        read = _readers(cls)  # type: ignore[arg-type]
-        changed = {name: read[name](data[name]) for name in read.keys() & data.keys()}
-        return cls(**{**data, **changed})
+        types = _types(cls)  # type: ignore[arg-type]
+        return cls(**{name: _read(value, types.get(name)) for name, value in data.items()})
 
 
-@functools.cache
-def _readers(record: type[Record]) -> dict[str, Reader]:
-    """Return readers of the fields of which JSON makes something else."""
-    readers = {name: _reader(kind) for name, kind in typing.get_type_hints(record).items()}
-    return {name: read for name, read in readers.items() if read is not None}
+_types = functools.cache(typing.get_type_hints)
 
 
-def _reader(kind: Any) -> Reader | None:
-    """Return the reader of values of a type; None for those that JSON leaves as they are."""
+def _read(value: Any, kind: Any) -> Any:
+    """Return a value of a field of this type, of which JSON may have made something else."""
+    if not isinstance(value, dict | list | tuple):
+        return value
     parts = typing.get_args(kind)
-    if type(None) in parts:
-        read = _reader(parts[0])
-        return read and (lambda value: None if value is None else read(value))
+    if types.NoneType in parts:
+        return _read(value, parts[0])
     if isinstance(kind, type) and issubclass(kind, Record):
-        return kind.from_json
-    if (origin := typing.get_origin(kind)) in (tuple, list):
-        inner = _reader(parts[0])
-        return (lambda values: origin(map(inner, values))) if inner else origin
-    return None
+        return kind.from_json(value)  # type: ignore[arg-type]
+    origin = typing.get_origin(kind)
+    return origin(_read(one, parts[0]) for one in value) if origin in (tuple, list) else value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hpcdask.spec.help import folder_option
+from hpcdask.spec.argv import folder_option
 
 if TYPE_CHECKING:
     from hpcdask.jobs.logs import LogLine

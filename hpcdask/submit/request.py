@@ -14,8 +14,7 @@ from hpcdask.queues.base import Allocation
 from hpcdask.queues.registry import requested_gpus
 from hpcdask.queues.script import one_line
 from hpcdask.security.ports import PER_SCHEDULER, check_size
-from hpcdask.spec.kinds import kinds
-from hpcdask.spec.parsing import parse_port_range
+from hpcdask.spec.parsing import configured_port_range
 
 
 def working_folder() -> str:
@@ -53,7 +52,7 @@ class BatchRequest(Allocation):
         """
         given = {word.partition("=")[0] for word in self.run}
         words = [*self.run]
-        if "--port-range" not in given and (ports := parse_port_range(None, "--port-range")):
+        if "--port-range" not in given and (ports := configured_port_range()):
             words += ["--port-range", ports]
         bare = (re.sub(r"^\s*#\S+", "", line) for line in self.directives)
         theirs = any(requested_gpus(line) is not None for line in bare)
@@ -121,7 +120,7 @@ def check(asked: BatchRequest) -> None:
     one_line(asked.name, "--job-name")
     alone = parse(asked.run).program
     launch = parse(asked.words)
-    wanted = len(kinds(launch.spec.groups))
+    wanted = len(launch.spec.kinds())
     if wanted not in (0, asked.ranks):
         raise UsageError(
             f"--groups {' '.join(launch.spec.groups)} is for {wanted} ranks per node, and hpcdask "

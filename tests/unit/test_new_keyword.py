@@ -26,8 +26,8 @@ OPTION = {
     "spec/keywords.py": [("    nthreads: int | None\n", "    toy: int | None\n")],
     "spec/specs.py": [
         (
-            "    nthreads: int | None = _worker(",
-            '    toy: int | None = _worker(None, "Number of toys.", _count(1))\n',
+            "    nthreads: int | None = _option(",
+            '    toy: int | None = _option("Number of toys.", parse_count)\n',
         )
     ],
 }

@@ -24,7 +24,7 @@ from hpcdask.clusters.plan import Actions, Failure, History, plan, record
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import JobState
 from hpcdask.queues.job_state import OVER, WAITING, QueueState, QueueStatus
-from hpcdask.spec.job import parse_worker_name, worker_name
+from hpcdask.spec.names import parse_worker_name, worker_name
 
 T = 1_800_000_000.0  # now
 CLUSTER = "ab-12"

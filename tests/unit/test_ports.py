@@ -53,15 +53,14 @@ def test_no_range(given):
 
 def test_dask_s_configuration_is_the_default():
     with dask.config.set({"hpcdask.port-range": "30000:30100"}):
-        assert WorkerSpec().port_range == "30000-30100"
-        assert WorkerSpec(port_range="20000-20999").port_range == "20000-20999"
-        assert WorkerSpec().to_argv() == ["--port-range", "30000-30100"]
+        assert WorkerSpec().configured().port_range == "30000-30100"
+        assert WorkerSpec(port_range="20000-20999").configured().port_range == "20000-20999"
     with (
         dask.config.set({"hpcdask.port-range": "many"}),
         pytest.raises(UsageError, match=r"^hpcdask\.port-range: 'many' is not a range"),
     ):
-        WorkerSpec()
-    assert WorkerSpec().port_range is None
+        WorkerSpec().configured()
+    assert WorkerSpec().configured().port_range is None
 
 
 def test_ucx_gets_it_by_its_own_variable():

@@ -19,7 +19,6 @@ from hpcdask.runner import plan
 from hpcdask.runner.agent import check_request
 from hpcdask.runner.options import RunRequest
 from hpcdask.runner.plan import make_plan
-from hpcdask.spec.kinds import kinds
 from hpcdask.spec.specs import RunSpec
 
 GIB = 1 << 30
@@ -67,7 +66,7 @@ def placed(seen: dict[int, Inventory], groups: str, **more) -> list[str]:
 def test_forms(given, expected):
     spec = RunSpec(groups=given)
     assert spec.groups == expected
-    assert len(kinds(spec.groups)) == {(): 0, ("auto",): 0, ("cpu:16",): 16}.get(expected, 6)
+    assert len(spec.kinds()) == {(): 0, ("auto",): 0, ("cpu:16",): 16}.get(expected, 6)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from hpcdask.clusters.keywords import OWN, SPEC_FIELDS, job_keywords
 from hpcdask.clusters.options import import_job_class
 from hpcdask.queues.registry import SYSTEMS, queue_class
 from hpcdask.runner.runner import Runner
-from hpcdask.spec.keywords import InitializeKeywords, RunKeywords
-from hpcdask.spec.signatures import type_text
+from hpcdask.spec.keywords import InitializeKeywords, RunKeywords, type_text
 from hpcdask.spec.specs import RunSpec
 from launching import needs
 
