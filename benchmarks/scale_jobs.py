@@ -27,7 +27,7 @@ from stand_ins import AT_ONCE
 
 import hpcdask
 from hpcdask.clusters.controller import Controller
-from hpcdask.clusters.job import Policy, worker_names
+from hpcdask.clusters.job import Policy
 from hpcdask.clusters.options import ClusterOptions
 from hpcdask.clusters.scheduler import ClusterScheduler
 from hpcdask.jobs.discovery import survey
@@ -48,7 +48,7 @@ class Steps:
 
     def __init__(self, controller: Controller) -> None:
         self.count, self.seen, self.seconds = 0, 0, 0.0
-        step: Callable[[], None] = controller._step
+        step: Callable[[], None] = controller.step
 
         def counted() -> None:
             start = time.process_time()
@@ -57,7 +57,7 @@ class Steps:
             self.count += 1
             self.seen += len(controller.jobs())
 
-        controller._step = counted  # type: ignore[method-assign]
+        controller.step = counted  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -98,8 +98,7 @@ async def measure(jobs: int, place: Path) -> dict[str, float]:
     controller.start()
 
     with timed(found, "submit_s"):
-        group.want(jobs)
-        await group.wait_submitted()
+        await group.scale(jobs)
     await until(lambda: len(folder.report().jobs) == jobs, "the reports of the jobs")
     ids = group.live()
     with timed(found, "query_s", REPEATS):
@@ -136,7 +135,7 @@ async def measure_workers(
 ) -> None:
     """Let the jobs' workers come, decide again, and shrink to half."""
     group, scheduler = controller.groups[""], controller.scheduler
-    names = [name for job in group.jobs.values() for name in worker_names(group.prefix, job)]
+    names = [name for job in group.jobs.values() for name in job.worker_names(group.prefix)]
     jobs, workers = len(names), scheduler.workers
     known = {"scheduler": scheduler.address, "credentials": load_credentials(keys)}
     parts = shares(0, jobs)
@@ -164,7 +163,7 @@ async def measure_workers(
             group.act()
     group.wanted = jobs // 2  # what to give up, without doing it
     with timed(found, "closable_s"):
-        group._closable()
+        group._plan()
     group.wanted = jobs
     this = psutil.Process()
     found["rss"], found["descriptors"] = this.memory_info().rss, this.num_fds()

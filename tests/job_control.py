@@ -6,8 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hpcdask.clusters.controller import Controller
-from hpcdask.clusters.group import Group
+from hpcdask.clusters.controller import Controller, Group
 from hpcdask.clusters.job import Policy
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.base import Queue

@@ -112,9 +112,7 @@ async def until(condition: Callable[[], T], timeout: float = 10, what: str = "")
 async def decide_again(cluster: Any, times: int) -> None:
     """Let a cluster of jobs decide so many times what to do, and do it."""
     for _ in range(times):
-        async with asyncio.timeout(PATIENCE * 10), cluster.controller.settled:
-            cluster.controller.wake()
-            await cluster.controller.settled.wait()
+        cluster.controller.step()
         if (submission := cluster.controller.groups[""].submission) is not None:
             await asyncio.wait([submission])
 

@@ -35,9 +35,8 @@ from hpcdask.upstream import distributed as upstream
 
 from . import scaling
 from .base import BaseCluster
-from .controller import SHUT_DOWN, Controller
+from .controller import SHUT_DOWN, Controller, Group
 from .display import JobTable
-from .group import Group
 from .job import Job
 from .keywords import ClusterKeywords, Time, keywords_of_class, seconds
 from .options import ClusterOptions
@@ -288,11 +287,7 @@ class JobCluster(BaseCluster):
 
     async def _scale(self, wishes: Mapping[str, int]) -> None:
         controller = self._running()
-        for name, n in wishes.items():
-            controller.groups[name].reset_failures()
-            controller.groups[name].want(n, emptied=not n)
-        for name in wishes:
-            await controller.groups[name].wait_submitted()
+        await asyncio.gather(*(controller.groups[name].scale(n) for name, n in wishes.items()))
 
     def _running(self) -> Controller:
         if self.controller is None or self.status not in (Status.starting, Status.running):

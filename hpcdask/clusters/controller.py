@@ -1,29 +1,38 @@
-"""Keeps as many jobs as are wanted: when to query the queue, and when to act, for all groups."""
+"""Control of a cluster's jobs, which come in groups: as many as are wanted, and no more."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
-from distributed.scheduler import TaskState
+from distributed.scheduler import TaskState, WorkerState
 
 from hpcdask.client.defaults import send_at_once
-from hpcdask.errors import ClusterError, HpcdaskError, QueueError, root_cause
+from hpcdask.errors import (
+    ClusterError,
+    HpcdaskError,
+    NoAnswer,
+    NotHere,
+    QueueError,
+    Refused,
+    root_cause,
+)
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.jobs.state import OVER, ClusterReport
+from hpcdask.jobs.state import ClusterReport, JobState, lasting
 from hpcdask.logs import DIED, say
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import QueueStatus
+from hpcdask.spec.names import group_id, parse_worker_name
 
-from . import retire
-from .group import Group
-from .job import Job, Policy
+from . import display, retire
+from .job import Actions, Failure, History, Job, Policy, ends_at, margin_s, observe, plan, record
 
 #: Why a cluster ends that nobody closed.
 SHUT_DOWN = (
@@ -32,44 +41,377 @@ SHUT_DOWN = (
 )
 #: Longest pause between two queries of a queue that does not answer.
 BACK_OFF_S = 120.0
+#: Seconds between two attempts to submit at a limit of the site; doubled up to the second number.
+RETRY_S = (15.0, 300.0)
 #: Pause after a step in seconds for each job, and at most: a step looks at all jobs and takes about
 #: 0.015 ms for each, and many workers may come at once.
 STEP_PAUSE_S, STEP_PAUSE_MAX_S = 1e-3, 1.0
 #: Least seconds between two writings of the jobs' reports.
 REPORT_PAUSE_S = 0.5
+#: Seconds before the walltime at which workers that nobody could relieve are given up, at most; and
+#: that part of the margin.
+LAST_MOMENT_S, LAST_PART = 5.0, 0.25
+#: Seconds for one attempt to hand over where there is no hurry.
+ATTEMPT_S = 60.0
+#: Seconds that a cancelled job gets to end before it is cancelled again.
+LEAVE_S = 15.0
 #: Seconds that jobs get to end by themselves when their scheduler closes; seconds between two
 #: requests to cancel them; seconds until all must be gone.
 END_S, REPEAT_S, CLOSE_S = 3.0, 10.0, 60.0
 
 
-class WorkerEvents(SchedulerPlugin):
-    """Plug-in that passes on workers that come, go or die, and the scheduler's end."""
+@dataclass(eq=False)
+class Group:
+    """Group of equal jobs, which fail, end and are limited by themselves.
 
-    name = "hpcdask-arrivals"
+    A cluster without groups has one, whose name is empty. Each job has `size` workers, each worker
+    `resources`. `jobs` includes those that are over. `emptied`: the user asked for none, so nobody
+    is left to hold results. `failure` says why nothing more is submitted. A queue that is at a
+    limit, or silent, gets no submission before `retry_at`, in unix time.
+    """
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
+    controller: Controller
+    name: str
+    size: int
+    policy: Policy
+    resources: Mapping[str, float]
+    jobs: dict[str, Job] = field(default_factory=dict)
+    wanted: int = 0
+    emptied: bool = False
+    failure: HpcdaskError | None = None
+    submission: asyncio.Task[None] | None = None
+    retry_at: float = 0.0
+    _retry_s: float = RETRY_S[0]
+    _unanswered: bool = False  # the queue may have jobs whose ids it did not tell
+    _history: History = field(default_factory=History)
+    _waiting_users: int = 0
 
-    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        send_at_once(scheduler.stream_comms[worker])
-        self._controller.wake()
+    # Its jobs and workers
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        self._controller.wake()
+    @property
+    def prefix(self) -> str:
+        """Return the beginning of the names of the group's workers."""
+        return group_id(self.controller.folder.name, self.name)
 
-    def log_event(self, topic: str, msg: Any) -> None:
-        if topic == DIED:  # a nanny's line on its worker's death
-            say(str(msg))
+    def enter(self, ids: Collection[str]) -> None:
+        """Add jobs that are not known yet."""
+        for job_id in ids:
+            if job_id not in self.jobs:
+                self.jobs[job_id] = Job(job_id, self.size, time.time(), group=self.name)
+        self.controller.wake()
 
-    async def before_close(self) -> None:
-        """End the cluster, since somebody else closes the scheduler, unless the end is meant."""
-        controller = self._controller
-        if not controller.closing:
-            for group in controller.groups.values():
-                group.failure = ClusterError(SHUT_DOWN)
-            controller.say(f"error: {SHUT_DOWN}")
-            controller.expect_end()
-            controller.over()
+    def mark(self, ids: Collection[str], **facts: Any) -> None:
+        """Note something about these jobs."""
+        for job_id in ids:
+            self.jobs[job_id] = replace(self.jobs[job_id], **facts)
+
+    def live(self) -> list[str]:
+        """Return the ids of the jobs that are not over."""
+        return [job.id for job in self.jobs.values() if not job.is_over]
+
+    def active(self) -> list[Job]:
+        """Return the jobs that are to stay."""
+        return [job for job in self.jobs.values() if job.counts]
+
+    def names(self) -> list[str]:
+        """Return a name for each worker that is to stay, or that no job was submitted for yet."""
+        names = [name for job in self.active() for name in job.worker_names(self.prefix)]
+        missing = self.wanted * self.size - len(names)
+        return names + [f"{self.prefix}-unsubmitted-{number}" for number in range(missing)]
+
+    def job_of(self, name: str) -> str | None:
+        """Return the id of a worker's job; None for other people's workers."""
+        parsed = parse_worker_name(self.prefix, name)
+        return None if parsed is None else parsed[0]
+
+    def connected(self) -> dict[str, list[WorkerState]]:
+        """Return the workers that the scheduler has, by the ids of their jobs."""
+        found: dict[str, list[WorkerState]] = {}
+        for state in self.controller.scheduler.workers.values():
+            if job_id := self.job_of(str(state.name)):
+                found.setdefault(job_id, []).append(state)
+        return found
+
+    def can_run(self, ts: TaskState) -> bool:
+        """Return whether the group's workers have the resources that a Dask task asks for."""
+        wanted = (ts.resource_restrictions or {}).items()
+        return all(self.resources.get(name, 0) >= amount for name, amount in wanted)
+
+    @property
+    def waits(self) -> str:
+        """Return why jobs may wait for ever; empty if none does."""
+        found = self._lasting().values()
+        return self._named("; ".join(found)) if found else ""
+
+    def _lasting(self) -> dict[str, str]:
+        reports = [job.report() for job in self.active()]
+        return lasting(reports, type(self.controller.queue))
+
+    def _named(self, error: HpcdaskError | str) -> str:
+        """Return a text with the group's name, if it has one."""
+        return f"group {self.name}: {error}" if self.name else str(error)
+
+    # What the cluster asks
+
+    def want(self, n: int, *, emptied: bool = False) -> None:
+        """Wish for jobs with this many workers in all."""
+        self.wanted, self.emptied = math.ceil(n / self.size), emptied
+        self.controller.wake()
+
+    def reset_failures(self) -> None:
+        """Forget earlier failures: the user asks again."""
+        self.failure = None
+        self._history = History()
+        self.retry_at = 0.0
+        self.controller.clear_warnings()
+
+    async def scale(self, n: int) -> None:
+        """Wish for workers as the user does, and wait until the queue has their jobs.
+
+        Raises the error that keeps them from being submitted. A user who waits is told of a queue
+        that is silent; for others it is tried again.
+        """
+        self.reset_failures()
+        self.want(n, emptied=not n)
+        self._waiting_users += 1
+        try:
+            self.act()
+            while self.submission is not None:
+                await asyncio.wait([self.submission])
+        finally:
+            self._waiting_users -= 1
+        if self.failure is not None:
+            raise self.failure
+
+    # What the controller asks
+
+    def observe(self, asked: Collection[str], seen: Mapping[str, QueueStatus]) -> None:
+        """Fold in the queue's answer and the connected workers."""
+        now, controller = time.time(), self.controller
+        workers = self.connected()
+        copies = {copy for job_id in seen.keys() & self.jobs for copy in seen[job_id].copies}
+        # of a submission that got no answer, or made by the queue
+        if unknown := (workers.keys() | copies) - self.jobs.keys():
+            self.enter(unknown)
+        for job_id, before in list(self.jobs.items()):
+            states = workers.get(job_id, [])
+            if before.is_over and not before.workers:
+                if not states:
+                    continue
+                # brought back by a queue that had forgotten it
+                before = Job(job_id, self.size, now, group=self.name)
+            after = observe(
+                before,
+                seen.get(job_id),
+                asked=job_id in asked,
+                workers=[str(ws.name) for ws in states],
+                held=sum(ws.nbytes for ws in states),
+                now=now,
+                policy=self.policy,
+            )
+            if after is before:
+                continue
+            self.jobs[job_id] = after
+            self._history = record(self._history, before, after, now)
+            meant = controller.closing or after.cancelled or after.leaving
+            ended = after.is_over and not before.is_over
+            stuck = after.stuck and after.overdue and not before.overdue
+            if stuck or (ended and not meant and after.state is not JobState.COMPLETED):
+                controller.spawn(self._tell_end(after))
+        if asked and not controller.closing:
+            for reason, text in self._lasting().items():  # once for each
+                subject = f"waits {reason.partition(',')[0]} {self.name}"
+                controller.warn(subject, self._named(text))
+
+    async def _tell_end(self, job: Job) -> None:
+        """Say that a job has ended, after a look at its logs, whose disk may be slow."""
+        folder = self.controller.folder
+        self.controller.say(await asyncio.to_thread(display.job_ended, job, folder))
+
+    def act(self) -> None:
+        """Submit, cancel and retire what `plan` says."""
+        actions = self._plan()
+        if actions.cancel:
+            self.mark(actions.cancel, cancelled=True)
+            self.controller.spawn(self._cancel(actions.cancel))
+        self.mark(actions.retire, leaving=True)
+        for job_id in actions.retire:
+            self.controller.spawn(self._retire(job_id, self.jobs[job_id].restarts))
+        if not actions.submit:
+            self._retry_s = RETRY_S[0]
+            self.controller.clear_warnings(f"limit {self.name}")
+        if self.submission is not None or self.failure is not None:
+            return
+        if actions.failure is not None:
+            self.submission = asyncio.create_task(self._give_up(actions.failure))
+        elif actions.submit and time.time() >= self.retry_at:
+            self.submission = asyncio.create_task(self._submit())
+
+    def _plan(self) -> Actions:
+        counting = self.active()
+        running, closable = [job for job in counting if job.workers], list[str]()
+        if len(counting) > self.wanted and running:  # idle ones are given up first
+            idle = retire.closable(self.controller.scheduler, self.job_of)
+            order = {job_id: number for number, job_id in enumerate(idle)}
+            running.sort(key=lambda job: (order.get(job.id, len(order)), job.held))
+            closable = [job.id for job in running]
+        return plan(
+            self.wanted,
+            self.jobs.values(),
+            self._history,
+            closable=closable,
+            now=time.time(),
+            policy=self.policy,
+        )
+
+    async def finish_submission(self) -> None:
+        """Learn at the end which jobs were submitted."""
+        if self.submission is not None:
+            await asyncio.wait([self.submission])
+        if self._unanswered:
+            with contextlib.suppress(QueueError):
+                await self._adopt()
+
+    # Submitting
+
+    async def _submit(self) -> None:
+        """Submit the jobs that are missing, as many with one command as the queue takes."""
+        controller = self.controller
+        try:
+            await self._submit_missing()
+        except QueueError as error:
+            if error.for_now:
+                self.retry_at = time.time() + self._retry_s
+                self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+            if error.for_now and not (self._waiting_users and isinstance(error, NoAnswer)):
+                there = f"{len(self.active())} of {self.wanted} jobs are there"
+                text = f"{self._named(error)}. {there}; trying again later"
+                controller.warn(f"limit {self.name}", text)
+            else:
+                error.args = (display.no_submission(error, controller.queue, controller.folder),)
+                self._fail(error)
+        except Exception as error:  # such as a full disk: say it rather than try for ever
+            self._fail(QueueError(f"cannot submit: {type(error).__name__}: {error}"))
+        finally:
+            self.submission = None
+            controller.wake()
+
+    async def _submit_missing(self) -> None:
+        queue, folder = self.controller.queue, self.controller.folder
+        try:
+            if self._unanswered:
+                await self._adopt()
+            largest = max(1, await queue.limit())
+        except NotHere:
+            raise
+        except QueueError as error:  # no job was asked for yet, so that it is tried again
+            raise NoAnswer(str(error)) from error
+        while self._missing() > 0:
+            # the shared file system may be slow
+            submission = await asyncio.to_thread(folder.new_submission, self.name)
+            missing = self._missing()
+            if (count := min(missing, largest)) <= 0:
+                return
+            try:
+                ids = await queue.submit(str(submission.script), count)
+            except Refused as error:
+                if not error.fewer or count == 1:
+                    raise
+                largest = count // 2
+            except QueueError:
+                self._unanswered = True
+                with contextlib.suppress(QueueError):
+                    await self._adopt()
+                if self._missing() > missing - count:
+                    raise
+            else:
+                self.enter(ids)
+                await asyncio.to_thread(submission.record, ids)
+
+    def _missing(self) -> int:
+        """Return the number of jobs to submit now."""
+        stopped = self.controller.closing or self.failure is not None
+        return 0 if stopped else self._plan().submit
+
+    async def _adopt(self) -> None:
+        """Add the jobs that a command without an answer made."""
+        tagged, mine = await self.controller.queue.tagged(), f"hpcdask:{self.prefix}"
+        found = [id for id, tag in tagged.items() if tag == mine and id not in self.jobs]
+        if found:
+            folder = self.controller.folder
+            await asyncio.to_thread(lambda: folder.new_submission(self.name).record(found))
+            self.enter(found)
+
+    async def _give_up(self, failure: Failure) -> None:
+        """Fail with what the last job wrote."""
+        facts = failure, self.policy.start_timeout_s, self.controller.folder
+        error = await asyncio.to_thread(display.jobs_failed, *facts)
+        self.submission = None
+        self._fail(error)
+        self.controller.wake()
+
+    def _fail(self, error: HpcdaskError) -> None:
+        if self.controller.closing:  # such as threads that have ended with the program
+            return
+        error.args = (self._named(error),)
+        self.failure = error
+        if not self._waiting_users:  # they are told by the exception
+            self.controller.say(display.stopped(error))
+
+    # Ending
+
+    async def _cancel(self, ids: Collection[str]) -> None:
+        """Cancel jobs, and again later while the queue still shows them or does not answer."""
+        while ids:
+            try:
+                await self.controller.queue.cancel(ids)
+                self.controller.clear_warnings("cancel")
+            except Exception as error:  # whatever it is, the jobs must not stay
+                self.controller.warn("cancel", str(error))
+            await asyncio.sleep(LEAVE_S)
+            # a job that the queue has started again has a life of its own
+            jobs = [self.jobs[job_id] for job_id in ids]
+            ids = [job.id for job in jobs if job.cancelled and not job.is_over]
+
+    async def _retire(self, job_id: str, life: int) -> None:
+        """Make a job's workers hand over what they hold, so that the job ends."""
+        try:
+            while (job := self.jobs[job_id]).leaving and job.restarts == life and job.workers:
+                if job.is_over or await self._hand_over(job):
+                    break
+                await asyncio.sleep(1.0)  # until somebody can take what it holds
+            self.controller.clear_warnings("retire")
+        except Exception as error:  # a job must not stay for ever as one that leaves
+            problem = f"job {job_id} cannot hand over what it holds, and is asked again"
+            self.controller.warn("retire", f"{problem}: {root_cause(error)}")
+            self.mark([job_id], leaving=False)
+
+    async def _hand_over(self, job: Job) -> bool:
+        """Try to make a job's workers hand over, and return whether that is settled."""
+        scheduler = self.controller.scheduler
+        # a little before the queue kills it
+        early_s = min(LAST_MOMENT_S, LAST_PART * margin_s(job, self.policy))
+        left_s = ends_at(job, self.policy) - early_s - time.time()
+        if left_s <= 0:
+            self.controller.say(
+                f"job {job.id} reaches its walltime and nobody could take over in time: what it "
+                f"holds or runs is computed again"
+            )
+            await retire.force_out(scheduler, job.workers, reason="walltime", expected=False)
+            return True
+        deadline_s = left_s if job.expiring else min(left_s, ATTEMPT_S)
+        if await retire.retire(scheduler, job.workers, deadline_s=deadline_s) >= job.workers:
+            return True
+        if job.expiring:
+            return False
+        if len(self.active()) < self.wanted:  # there is work for it again
+            self.mark([job.id], leaving=False)
+            self.controller.wake()
+            return True
+        if self.emptied and not any(other.workers for other in self.active()):
+            await retire.force_out(scheduler, job.workers, reason="scaled-to-0")
+            return True
+        return False
 
 
 @dataclass(eq=False)
@@ -79,8 +421,7 @@ class Controller:
     Three tasks run: one queries the queue once per interval, one submits, cancels and retires what
     each group wants, and one writes the jobs' reports where `hpcdask list --jobs` reads them.
     Commands of the queue run in threads. `closing`: from now on, the end of a worker or a job is
-    meant. `settled` is notified after each step. `over` is called when somebody else closes the
-    scheduler.
+    meant. `over` is called when somebody else closes the scheduler.
     """
 
     scheduler: Scheduler
@@ -91,7 +432,6 @@ class Controller:
     over: Callable[[], None] = lambda: None
     groups: dict[str, Group] = field(default_factory=dict)
     closing: bool = False
-    settled: asyncio.Condition = field(default_factory=asyncio.Condition)
     _warned: set[str] = field(default_factory=set)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _reporting: asyncio.Event = field(default_factory=asyncio.Event)
@@ -114,8 +454,11 @@ class Controller:
 
     def jobs(self) -> list[Job]:
         """Return all jobs of all groups, including those that are over."""
-        both = (some for group in self.groups.values() for some in (group.past, group.jobs))
-        return [job for some in both for job in some.values()]
+        return [job for group in self.groups.values() for job in group.jobs.values()]
+
+    def live(self) -> list[str]:
+        """Return the ids of the jobs that are not over."""
+        return [job_id for group in self.groups.values() for job_id in group.live()]
 
     @property
     def failure(self) -> HpcdaskError | None:
@@ -170,10 +513,32 @@ class Controller:
             with contextlib.suppress(OSError, RuntimeError):
                 await asyncio.to_thread(self.folder.write_report, ClusterReport())
 
-    # The queue
+    async def _end_jobs(self) -> None:
+        start, pause_s, problem, due_s = time.monotonic(), 0.1, "", 0.0
+        while ids := self.live():
+            passed_s = time.monotonic() - start
+            try:
+                if passed_s >= due_s:
+                    # those that run were told by the scheduler to end, and do so in better order
+                    spared = set() if due_s else {job.id for job in self.jobs() if job.arrived}
+                    due_s += REPEAT_S if due_s else END_S
+                    if chosen := [job_id for job_id in ids if job_id not in spared]:
+                        await self.queue.cancel(chosen)
+                        for group in self.groups.values():
+                            group.mark(group.jobs.keys() & chosen, cancelled=True)
+                self.observe(set(ids), await self.ask(ids))
+            except QueueError as error:
+                problem = f" ({error})"
+            if passed_s > CLOSE_S and (left := self.live()):
+                raise QueueError(
+                    f"these jobs are still in the queue {CLOSE_S:g} s after they were cancelled"
+                    f"{problem}: {', '.join(left)}. See them with: hpcdask list --jobs, and end "
+                    f"them with: hpcdask down {self.folder.name}"
+                )
+            await asyncio.sleep(pause_s if self.live() else 0)
+            pause_s = min(1.5 * pause_s, 2.0)
 
-    def _live(self) -> list[str]:
-        return [job_id for group in self.groups.values() for job_id in group.live()]
+    # Watching
 
     async def _query(self) -> None:
         """Query the queue about all jobs, one interval apart, or more while it does not answer."""
@@ -182,7 +547,7 @@ class Controller:
             pause_s = min(BACK_OFF_S, self.poll_interval_s * 2 ** min(failed, 10))
             await asyncio.sleep(max(self.poll_interval_s, pause_s))
             self.wake()  # for what is put off, and for Dask tasks that would wait for ever
-            if not (ids := self._live()):
+            if not (ids := self.live()):
                 continue
             try:
                 self.observe(set(ids), await self.ask(ids))
@@ -211,31 +576,6 @@ class Controller:
             group.observe(asked, seen)
         self._reporting.set()
 
-    async def _end_jobs(self) -> None:
-        start, pause, problem, due_s = time.monotonic(), 0.1, "", 0.0
-        while ids := self._live():
-            passed_s = time.monotonic() - start
-            try:
-                if passed_s >= due_s:
-                    # those that run were told by the scheduler to end, and do so in better order
-                    spared = set() if due_s else {job.id for job in self.jobs() if job.arrived}
-                    due_s += REPEAT_S if due_s else END_S
-                    if chosen := [job_id for job_id in ids if job_id not in spared]:
-                        await self.queue.cancel(chosen)
-                        for group in self.groups.values():
-                            group.mark(chosen, cancelled=True)
-                self.observe(set(ids), await self.ask(ids))
-            except QueueError as error:
-                problem = f" ({error})"
-            if passed_s > CLOSE_S and (left := self._live()):
-                raise QueueError(
-                    f"these jobs are still in the queue {CLOSE_S:g} s after they were cancelled"
-                    f"{problem}: {', '.join(left)}. See them with: hpcdask list --jobs, and end "
-                    f"them with: hpcdask down {self.folder.name}"
-                )
-            await asyncio.sleep(pause if self._live() else 0)
-            pause = min(1.5 * pause, 2.0)
-
     # Acting
 
     async def _act(self) -> None:
@@ -243,15 +583,14 @@ class Controller:
             await self._changed.wait()
             self._changed.clear()
             try:
-                self._step()
+                self.step()
             except Exception as error:  # a mistake here must not leave the jobs unwatched
                 self.say(f"error: {type(error).__name__}: {error}")
                 await asyncio.sleep(self.poll_interval_s)
-            async with self.settled:
-                self.settled.notify_all()
-            await asyncio.sleep(min(STEP_PAUSE_MAX_S, STEP_PAUSE_S * len(self._live())))
+            await asyncio.sleep(min(STEP_PAUSE_MAX_S, STEP_PAUSE_S * len(self.live())))
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Look at the workers, and do what is to be done for each group."""
         self.observe(set(), {})
         if not self.closing:
             for group in self.groups.values():
@@ -278,39 +617,68 @@ class Controller:
 
     async def _report(self) -> None:
         """Write the jobs' reports when they change, in a thread and one writing at a time."""
-        last: ClusterReport | None = ClusterReport(address=self.scheduler.address)
+        last = ClusterReport(address=self.scheduler.address)
         while True:
             await self._reporting.wait()
             self._reporting.clear()
             failed = f"the cluster submits no more jobs: {self.failure}" if self.failure else ""
             report = ClusterReport(
-                tuple(job.report() for job in self.jobs() if job.state not in OVER),
+                tuple(job.report() for job in self.jobs() if not job.is_over),
                 self.scheduler.address,
                 self._known_nannies(),
                 failed or self.waits,
             )
             if report == last:
                 continue
-            last = report
             try:
                 await asyncio.to_thread(self.folder.write_report, report)
+                last = report
                 self.clear_warnings("reports")
             except RuntimeError:  # at the end of Python there are no threads
                 return
             except Exception as error:  # the jobs go on without
-                last = None
                 self.warn("reports", f"hpcdask list cannot be told of the jobs: {error}")
             await asyncio.sleep(REPORT_PAUSE_S)
 
     def _known_nannies(self) -> dict[str, str]:
         """Return the nannies of workers that are or were there, while their jobs are not over."""
-        live, groups = set(self._live()), self.groups.values()
+        live, groups = set(self.live()), self.groups.values()
         now = {str(ws.name): ws.nanny or "" for ws in self.scheduler.workers.values()}
         known = (self._nannies | now).items()
         self._nannies = {
             name: nanny for name, nanny in known if any(one.job_of(name) in live for one in groups)
         }
         return self._nannies
+
+
+class WorkerEvents(SchedulerPlugin):
+    """Plug-in that passes on workers that come, go or die, and the scheduler's end."""
+
+    name = "hpcdask-arrivals"
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
+        send_at_once(scheduler.stream_comms[worker])
+        self._controller.wake()
+
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        self._controller.wake()
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        if topic == DIED:  # a nanny's line on its worker's death
+            say(str(msg))
+
+    async def before_close(self) -> None:
+        """End the cluster, since somebody else closes the scheduler, unless the end is meant."""
+        controller = self._controller
+        if not controller.closing:
+            for group in controller.groups.values():
+                group.failure = ClusterError(SHUT_DOWN)
+            controller.say(f"error: {SHUT_DOWN}")
+            controller.expect_end()
+            controller.over()
 
 
 def _words(error: Exception) -> str:

@@ -12,8 +12,7 @@ from hpcdask.jobs.state import OVER, JobState, counts
 from hpcdask.logs import html_table, text_table
 from hpcdask.queues.base import Queue
 
-from .job import Job
-from .plan import Failure
+from .job import Failure, Job
 
 COLUMNS = ("group", "job", "state", "reason", "exit code", "workers", "nodes", "age")
 #: Rows that a table shows; the others are counted.

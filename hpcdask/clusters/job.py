@@ -1,10 +1,15 @@
-"""Jobs as their cluster knows them: what a look at the queue and the workers makes of each."""
+"""Jobs of a cluster as values: what queue and workers show of each, and what to do about them.
+
+All functions are pure. The caller of `plan` marks the jobs (`cancelled`, `leaving`) and adds new
+ones before the next call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from hpcdask.jobs.state import OVER, WAITING, JobReport, JobState
 from hpcdask.queues import job_state
@@ -18,6 +23,11 @@ BANDWIDTH = 1e9
 MARGIN_MIN_S = 120.0
 #: Seconds that workers which were connected may be gone: a nanny may start one again in this time.
 LOST_AFTER_S = 60.0
+#: Seconds for which the workers of a job stayed that has not died if it ends by itself with exit
+#: code 0: its workers may have a lifetime.
+SERVED_S = 60.0
+#: Seconds within which deaths count together.
+DEATHS_WINDOW_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -34,13 +44,12 @@ class Job(Record):
     reason: str = ""  #: the queue's reason for the state
     exit_code: int | None = None  #: exit code that the queue reports
     restarts: int = 0  #: starts by the queue after the first one
-    started: float | None = None  #: time at which it started, or was first seen running
-    ends: float | None = None  #: time at which it reaches its walltime
+    started: float | None = None  #: time at which it was first seen running
+    ends: float | None = None  #: time at which it reaches its walltime, by the queue
     nodes: str = ""  #: nodes on which it runs
     workers: frozenset[str] = frozenset()  #: names of the workers that are connected
     held: int = 0  #: bytes of results that these workers hold
     arrived_at: float | None = None  #: time at which all its workers first were connected
-    starting_since: float | None = None  #: time since which it runs
     incomplete_since: float | None = None  #: time since which workers that were connected are gone
     missed: int = 0  #: successive queries that did not show it
     cancelled: bool = False  #: the queue was asked to cancel it, so it no longer counts
@@ -60,15 +69,23 @@ class Job(Record):
         return self.arrived_at is not None
 
     @property
+    def is_over(self) -> bool:
+        """Return whether the job has ended."""
+        return self.state in OVER
+
+    @property
     def counts(self) -> bool:
         """Return whether the job is to stay; others come for those that expire."""
-        ends = self.cancelled or self.leaving or self.expiring
-        return not (ends or self.state in OVER)
+        return not (self.is_over or self.cancelled or self.leaving or self.expiring)
 
     @property
     def job_id(self) -> str:
         """Return the id, by the name that dask-jobqueue's jobs have for it."""
         return self.id
+
+    def worker_names(self, cluster: str) -> list[str]:
+        """Return the names that its workers have or will have in its present life."""
+        return [worker_name(cluster, self.id, self.restarts, number) for number in range(self.size)]
 
     def report(self) -> JobReport:
         """Return what other processes are told of the job."""
@@ -93,58 +110,6 @@ class Policy:
     failures_max: int = 3
     deaths_max: int | None = None
     walltime_s: float | None = None
-
-
-def worker_names(cluster: str, job: Job) -> list[str]:
-    """Return the names that the job's workers have or will have in its present life."""
-    return [worker_name(cluster, job.id, job.restarts, number) for number in range(job.size)]
-
-
-# The end of a job
-
-
-def ends_at(job: Job, policy: Policy) -> float | None:
-    """Return the unix time of the walltime's end; None if there is none, or the job waits."""
-    if job.state in WAITING:
-        return None
-    if job.ends is not None or job.started is None or policy.walltime_s is None:
-        return job.ends
-    return job.started + policy.walltime_s
-
-
-def margin_s(job: Job, policy: Policy) -> float:
-    """Return the seconds before the walltime at which the job's workers retire at the latest.
-
-    Twice the time to move their results, at least `MARGIN_MIN_S`, at most a quarter of the
-    walltime.
-    """
-    margin, end = max(MARGIN_MIN_S, 2 * job.held / BANDWIDTH), ends_at(job, policy)
-    walltime = policy.walltime_s if end is None or job.started is None else end - job.started
-    return margin if walltime is None else min(margin, max(0.0, walltime) / 4)
-
-
-def retire_at(job: Job, policy: Policy) -> float | None:
-    """Return the unix time at which the job's workers retire even without a replacement."""
-    end = ends_at(job, policy)
-    return None if end is None else end - margin_s(job, policy)
-
-
-def expires(job: Job, now: float, policy: Policy) -> bool:
-    """Return whether the job's replacement is due: one more margin before the job retires."""
-    due = retire_at(job, policy)
-    return job.expiring or (due is not None and due - now <= margin_s(job, policy))
-
-
-def is_overdue(job: Job, now: float, policy: Policy) -> bool:
-    """Return whether workers did not connect, return or leave in time, or the job is stuck."""
-    if job.cancelled:
-        return job.overdue
-    since, patience_s = None, LOST_AFTER_S
-    if job.state is JobState.LOST or (job.leaving and job.arrived and not job.workers):
-        since = job.incomplete_since
-    elif job.state is JobState.STARTING:
-        since, patience_s = job.starting_since, policy.start_timeout_s
-    return job.stuck or (since is not None and now - since >= patience_s)
 
 
 # What a look shows
@@ -173,35 +138,35 @@ def observe(
         job = Job(job.id, job.size, job.submitted, JobState.REQUEUED, **again)
     names = frozenset(name for name, life in lives.items() if life == job.restarts)
     job = _changed(job, workers=names, held=held)
-    if job.state in OVER:
+    if job.is_over:
         return job
-    complete = len(names) >= job.size
-    if complete and not job.arrived:
+    if len(names) >= job.size and not job.arrived:
         job = _changed(job, arrived_at=now)
     if asked:
         job = _changed(job, missed=0 if seen else job.missed + 1)
     # An answer about an earlier life says only that the queue knows the job.
     answer = seen if asked and seen and seen.restarts == job.restarts else None
     if answer and answer.state in job_state.OVER:
-        end = {"reason": answer.reason, "exit_code": answer.exit_code, **_times(job, answer)}
+        end = {"reason": answer.reason, "exit_code": answer.exit_code}
+        end |= {"nodes": answer.nodes or job.nodes}
         return _changed(job, state=JobState(answer.state), **end)
     if asked and not names and job.missed >= policy.missed_max:
         state = JobState.COMPLETED if job.leaving else JobState.FAILED
         state = JobState.CANCELLED if job.cancelled else state
         return _changed(job, state=state, reason="the queue no longer knows it")
     state = _conclude(job, seen, answer, asked)
-    reason = answer.reason if answer else job.reason if state is job.state else ""
-    facts: dict[str, Any] = {"state": state, "reason": reason}
+    gone = job.arrived and len(names) < job.size
+    facts: dict[str, Any] = {
+        "state": state,
+        "reason": answer.reason if answer else job.reason if state is job.state else "",
+        "incomplete_since": (job.incomplete_since or now) if gone else None,
+    }
     if answer:
         facts["stuck"] = answer.stuck
-    if state not in WAITING:  # a waiting job's times are estimates at best
-        if answer and answer.state is QueueState.RUNNING:
-            facts |= _times(job, answer)
-        if state is not JobState.UNKNOWN:
-            facts["started"] = _first(facts.get("started", job.started), now)
-            facts["starting_since"] = _first(job.starting_since, now)
-    gone = job.arrived and not complete
-    facts["incomplete_since"] = _first(job.incomplete_since, now) if gone else None
+    if answer and answer.state is QueueState.RUNNING:  # before, its times are estimates at best
+        facts |= {"ends": answer.ends or job.ends, "nodes": answer.nodes or job.nodes}
+    if state not in WAITING and state is not JobState.UNKNOWN:
+        facts["started"] = job.started or now
     job = _changed(job, **facts)
     return _changed(job, expiring=expires(job, now, policy), overdue=is_overdue(job, now, policy))
 
@@ -210,22 +175,13 @@ def _changed(job: Job, **facts: Any) -> Job:
     return job if vars(job).items() >= facts.items() else replace(job, **facts)
 
 
-def _first(value: float | None, other: float | None) -> float | None:
-    return other if value is None else value
-
-
-def _times(job: Job, answer: QueueStatus) -> dict[str, Any]:
-    started, ends = _first(answer.started, job.started), _first(answer.ends, job.ends)
-    return {"started": started, "ends": ends, "nodes": answer.nodes or job.nodes}
-
-
 def _put_back(job: Job, seen: QueueStatus | None, connected: bool) -> bool:
     """Return whether the queue, which may not count restarts, holds a started job again."""
     if seen is None or seen.restarts < job.restarts or seen.state not in job_state.WAITING:
         return False
-    if job.state in OVER:
+    if job.is_over:
         return seen.state is QueueState.REQUEUED
-    return job.starting_since is not None and not connected and not job.cancelled
+    return job.started is not None and not connected and not job.cancelled
 
 
 def _conclude(
@@ -239,7 +195,7 @@ def _conclude(
     elif answer.state in job_state.WAITING:
         again = job.restarts > 0 or job.state is JobState.REQUEUED
         said = JobState.REQUEUED if again else JobState(answer.state)
-    elif answer.state is QueueState.UNKNOWN and not answer.nodes and job.starting_since is None:
+    elif answer.state is QueueState.UNKNOWN and not answer.nodes and job.started is None:
         said = JobState.UNKNOWN  # the queue has it; its word for the state is not known here
     else:  # unknown, such as on a dead host, as well: its workers have to show up
         said = JobState.STARTING
@@ -248,3 +204,181 @@ def _conclude(
     if job.arrived:
         return JobState.RUNNING if job.leaving or job.cancelled else JobState.LOST
     return JobState.STARTING if job.workers else said
+
+
+def is_overdue(job: Job, now: float, policy: Policy) -> bool:
+    """Return whether workers did not connect, return or leave in time, or the job is stuck."""
+    if job.cancelled:
+        return job.overdue
+    since, patience_s = None, LOST_AFTER_S
+    if job.state is JobState.LOST or (job.leaving and not job.workers):
+        since = job.incomplete_since
+    elif job.state is JobState.STARTING:
+        since, patience_s = job.started, policy.start_timeout_s
+    return job.stuck or (since is not None and now - since >= patience_s)
+
+
+# The walltime
+
+
+def ends_at(job: Job, policy: Policy) -> float:
+    """Return the unix time of the walltime's end; infinite without one, or while the job waits."""
+    if job.started is None:
+        return math.inf
+    return job.ends or job.started + (policy.walltime_s or math.inf)
+
+
+def margin_s(job: Job, policy: Policy) -> float:
+    """Return the seconds before the walltime at which the job's workers retire at the latest.
+
+    Twice the time to move their results, at least `MARGIN_MIN_S`, at most a quarter of the
+    walltime.
+    """
+    walltime_s = ends_at(job, policy) - (job.started or 0)
+    return min(max(MARGIN_MIN_S, 2 * job.held / BANDWIDTH), max(0.0, walltime_s) / 4)
+
+
+def retire_at(job: Job, policy: Policy) -> float:
+    """Return the unix time at which the job's workers retire even without a replacement."""
+    return ends_at(job, policy) - margin_s(job, policy)
+
+
+def expires(job: Job, now: float, policy: Policy) -> bool:
+    """Return whether the job's replacement is due: one more margin before the job retires."""
+    return job.expiring or retire_at(job, policy) - now <= margin_s(job, policy)
+
+
+# What went wrong so far
+
+
+@dataclass(frozen=True)
+class History:
+    """Record of jobs that went wrong, of which `last` is the last."""
+
+    failed_starts: int = 0  # in a row; an arrival makes it 0
+    deaths: tuple[float, ...] = ()  # when jobs ended, or were given up, against our will
+    last: Job | None = None
+
+    def recent(self, now: float) -> tuple[float, ...]:
+        """Return the deaths that still count."""
+        return tuple(at for at in self.deaths if now - at < DEATHS_WINDOW_S)
+
+
+def record(history: History, before: Job, after: Job, now: float) -> History:
+    """Return the history after a job went from `before` to `after`.
+
+    A job that ends, or is given up, before all its workers were connected has failed to start,
+    unless somebody cancelled or preempted it. Ends that neither the cluster, the walltime nor a
+    preemption brought about are deaths.
+    """
+    if after.arrived and not (before.arrived and before.restarts == after.restarts):
+        history = replace(history, failed_starts=0)
+    given_up = after.overdue and not before.overdue and not after.leaving
+    ended = after.is_over and not before.is_over
+    if not given_up and (not ended or _in_order(after, now)):
+        return history
+    failed = history.failed_starts + (not after.arrived and after.state is not JobState.CANCELLED)
+    return History(failed, (*history.recent(now), now), after)
+
+
+def _in_order(job: Job, now: float) -> bool:
+    """Return whether a job has ended by the cluster, its walltime, a preemption or a lifetime."""
+    preempted = job.state is JobState.PREEMPTED
+    if preempted or job.cancelled or job.overdue or (job.leaving and not job.expiring):
+        return True
+    if job.arrived_at is None:
+        return False
+    served = (job.incomplete_since or now) - job.arrived_at >= SERVED_S
+    by_itself = job.state is JobState.COMPLETED and job.exit_code == 0 and served
+    return by_itself or job.expiring or job.state is JobState.TIMEOUT
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Reason to submit no more jobs; `job` is the last of `count` that went wrong.
+
+    "start": in a row, they failed to start. "budget": all that died within an hour.
+    """
+
+    kind: Literal["start", "budget"]
+    job: Job
+    count: int
+
+
+def _failure(history: History, wanted: int, now: float, policy: Policy) -> Failure | None:
+    most = max(10, 3 * wanted) if policy.deaths_max is None else policy.deaths_max
+    deaths = len(history.recent(now))
+    if history.last and history.failed_starts >= policy.failures_max:
+        return Failure("start", history.last, history.failed_starts)
+    return Failure("budget", history.last, deaths) if history.last and deaths >= most else None
+
+
+# What to do
+
+
+@dataclass(frozen=True)
+class Actions:
+    """Next steps: how many jobs to submit, which to cancel, and which to let hand over and end.
+
+    `failure` is why nothing is submitted although jobs are missing.
+    """
+
+    submit: int = 0
+    cancel: tuple[str, ...] = ()
+    retire: tuple[str, ...] = ()
+    failure: Failure | None = None
+
+
+def plan(
+    wanted: int,
+    jobs: Iterable[Job],
+    history: History,
+    *,
+    closable: Sequence[str] = (),
+    now: float,
+    policy: Policy,
+) -> Actions:
+    """Return what to do so that `wanted` jobs run; each job is named once at most.
+
+    Jobs that leave, were cancelled or near their walltime do not count. Of those with workers, only
+    `closable` ones are given up before their walltime, in this order.
+    """
+    present = [job for job in jobs if not job.cancelled]
+    # what the queue forgot might come back when nobody counts on it any more
+    forgotten = [job for job in present if job.is_over and job.missed >= policy.missed_max]
+    hopeless = forgotten + [job for job in present if job.overdue and not job.is_over]
+    staying = [job for job in present if not (job.is_over or job.overdue or job.leaving)]
+    counting = [job for job in staying if not job.expiring]
+    running = sum(job.state is JobState.RUNNING for job in counting)
+
+    missing = wanted - len(counting)
+    failure = _failure(history, wanted, now, policy) if missing > 0 else None
+    ending = _fewer(-missing, counting, closable)
+    expiring = [job for job in staying if job.expiring]
+    ending += _hand_over(expiring, wanted - running, now, policy)
+    return Actions(
+        submit=0 if failure else max(0, missing),
+        cancel=tuple(job.id for job in hopeless + [job for job in ending if not job.workers]),
+        retire=tuple(job.id for job in ending if job.workers),
+        failure=failure,
+    )
+
+
+def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> list[Job]:
+    """Return surplus jobs: waiting, starting, then idle ones, the youngest first; no lost ones."""
+    idle = [job for job in reversed(counting) if not job.workers]
+    waiting = [job for job in idle if job.state in WAITING]
+    starting = [job for job in idle if job.state is JobState.STARTING]
+    by_id = {job.id: job for job in counting if job.workers}
+    running = [by_id[name] for name in closable if name in by_id]
+    return [*waiting, *starting, *running][: max(0, surplus)]
+
+
+def _hand_over(expiring: Sequence[Job], needed: int, now: float, policy: Policy) -> list[Job]:
+    """Return the jobs to end before their walltime: those that are due, and replaced ones."""
+    times = {job.id: retire_at(job, policy) for job in expiring}
+    due = [job for job in expiring if times[job.id] <= now and job.workers]
+    others = [job for job in expiring if job not in due]
+    able = [job for job in others if job.workers or job.state is JobState.STARTING]
+    able.sort(key=lambda job: (times[job.id], job.id))
+    return due + able[: max(0, len(others) - max(0, needed))]

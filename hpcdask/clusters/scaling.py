@@ -24,7 +24,7 @@ from .keywords import number
 
 if TYPE_CHECKING:
     from .cluster import JobCluster
-    from .group import Group
+    from .controller import Group
     from .options import JobOptions
 
 #: Part of the workers' memory above which they are too few, and waiting Dask tasks whose time is

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from hpcdask.clusters import controller as controlling
-from hpcdask.clusters import group as grouping
+from hpcdask.clusters.controller import Group
 from hpcdask.clusters.display import JobTable
-from hpcdask.clusters.group import Group
 from hpcdask.clusters.job import Job
 from hpcdask.errors import NoAnswer, QueueError, Refused
 from hpcdask.jobs.folder import ClusterFolder
@@ -81,12 +80,11 @@ def test_a_job_that_the_queue_made_in_place_of_another_is_the_clusters(tmp_path)
         cluster.add("41", JobState.PENDING)
         ended = QueueStatus("41", QueueState.FAILED, "no node", copies=("57",))
         cluster.controller.observe({"41"}, {"41": ended})
-        assert list(cluster.group.jobs) == ["57"]
-        assert len(cluster.group.active()) == 1
+        assert [job.id for job in cluster.group.active()] == ["57"]
         over = QueueStatus("57", QueueState.CANCELLED)
         cluster.controller.observe({"57"}, {"57": over})
         cluster.controller.observe({"41"}, {"41": ended})
-        assert not cluster.group.jobs
+        assert not cluster.group.active()
 
     asyncio.run(run())
 
@@ -228,11 +226,9 @@ class Limited(LocalQueue):
 
 async def submit(group: Group, count: int) -> list[str]:
     """Submit what a group wants; its jobs' ids, and the name of an error that a user is told."""
-    group.reset_failures()
-    group.want(count)
     try:
         async with asyncio.timeout(60):
-            await group.wait_submitted()
+            await group.scale(count)
     except QueueError as error:
         return [*group.jobs, type(error).__name__]
     return list(group.jobs)
@@ -344,7 +340,7 @@ class Silent(LocalQueue):
 
 def cancelling(monkeypatch: pytest.MonkeyPatch, door: Silent, **facts: Any) -> list[str]:
     """Cancel a job that nobody wants; return what is said after 0.1 s, the time to repeat it."""
-    monkeypatch.setattr(grouping, "LEAVE_S", 0.1)
+    monkeypatch.setattr(controlling, "LEAVE_S", 0.1)
     said: list[str] = []
 
     async def run() -> None:

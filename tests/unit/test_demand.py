@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from distributed import Client, Scheduler
 
-from hpcdask.clusters.group import Group
+from hpcdask.clusters.controller import Group
 from hpcdask.clusters.scaling import JobAdaptive, bounds, demands
 from job_control import control
 from launching import until

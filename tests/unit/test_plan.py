@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -11,16 +12,19 @@ from hypothesis import strategies as st
 
 from hpcdask.clusters.display import jobs_failed
 from hpcdask.clusters.job import (
+    Actions,
+    Failure,
+    History,
     Job,
     Policy,
     expires,
     is_overdue,
     margin_s,
     observe,
+    plan,
+    record,
     retire_at,
-    worker_names,
 )
-from hpcdask.clusters.plan import Actions, Failure, History, plan, record
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import JobState
 from hpcdask.queues.job_state import OVER, WAITING, QueueState, QueueStatus
@@ -33,7 +37,7 @@ HOUR = 3600.0
 
 
 def names(job: Job, count: int | None = None) -> list[str]:
-    return worker_names(CLUSTER, job)[:count]
+    return job.worker_names(CLUSTER)[:count]
 
 
 def pending(id: str, **changes) -> Job:
@@ -48,7 +52,6 @@ def running(id: str, **changes) -> Job:
             "submitted": T - 100,
             "state": JobState.RUNNING,
             "started": T - 50,
-            "starting_since": T - 50,
             "arrived_at": T - 50,
             **changes,
         },
@@ -57,7 +60,7 @@ def running(id: str, **changes) -> Job:
 
 
 def starting(id: str, **changes) -> Job:
-    since = {"started": T - 50, "starting_since": T - 50}
+    since = {"started": T - 50}
     return pending(id, **{"state": JobState.STARTING, **since, **changes})
 
 
@@ -79,7 +82,7 @@ def decide(wanted: int, *jobs: Job, history: History | None = None, now: float =
         )
         for job in jobs
     }
-    return plan(wanted, known, history or History(), now=now, **more)
+    return plan(wanted, known.values(), history or History(), now=now, **more)
 
 
 # Names
@@ -100,7 +103,7 @@ def test_a_job_from_pending_to_completed():
     seen = QueueStatus("7", QueueState.RUNNING, started=T - 1, ends=T + HOUR, nodes="n1")
     job = look(job, seen)
     assert (job.state, job.reason, job.nodes) == (JobState.STARTING, "", "n1")
-    assert (job.started, job.ends, job.starting_since) == (T - 1, T + HOUR, T)
+    assert (job.started, job.ends) == (T, T + HOUR)
     job = look(job, seen, names(job))
     assert (job.state, job.arrived) == (JobState.RUNNING, True)
     assert look(job, seen, names(job)) is job
@@ -126,7 +129,7 @@ def test_unknown_is_a_state_until_several_queries_agree():
         job = look(job, None)
         assert job.state is JobState.UNKNOWN
     assert look(job, QueueState.RUNNING).missed == 0
-    assert look(job, QueueState.RUNNING).starting_since == job.starting_since
+    assert look(job, QueueState.RUNNING).started == job.started
     assert look(job, None, names(job)).state is JobState.RUNNING
     gone = look(job, None)
     assert gone.state is JobState.FAILED
@@ -190,7 +193,7 @@ def test_a_job_whose_node_boots_has_time_to_start():
         job = look(job, boots, now=T + late)
         assert (job.state, job.reason, job.overdue) == (JobState.PENDING, "CONFIGURING", False)
     job = look(job, QueueState.RUNNING, now=T + 900)
-    assert (job.state, job.starting_since) == (JobState.STARTING, T + 900)
+    assert (job.state, job.started) == (JobState.STARTING, T + 900)
     boots = replace(boots, state=QueueState.REQUEUED, restarts=1)
     job = look(job, boots, now=T + 930)
     assert (job.state, job.reason, job.restarts) == (JobState.REQUEUED, "CONFIGURING", 1)
@@ -209,7 +212,7 @@ def test_a_job_that_the_queue_does_not_know_the_state_of_is_judged_by_its_worker
     assert look(lost, None).state is JobState.UNKNOWN
     has_nodes = QueueStatus("8", QueueState.UNKNOWN, nodes="n1")
     job = look(pending("8"), has_nodes)
-    assert (job.state, job.starting_since, job.overdue) == (JobState.STARTING, T, False)
+    assert (job.state, job.started, job.overdue) == (JobState.STARTING, T, False)
     assert look(job, has_nodes, now=T + 300).overdue
 
 
@@ -352,7 +355,7 @@ def test_no_job_is_acted_upon_twice():
         pending("1", cancelled=True),
         running("2", leaving=True),
         replace(running("3", state=JobState.LOST, incomplete_since=T - 999), cancelled=True),
-        starting("4", starting_since=T - 999, cancelled=True),
+        starting("4", started=T - 999, cancelled=True),
         running("5", ends=T + 1, leaving=True),
     ]
     assert decide(0, *jobs, closable=["2", "3", "5"]) == Actions()
@@ -380,7 +383,7 @@ def test_a_job_that_does_not_end_when_its_workers_have_left_is_cancelled():
 def test_three_that_fail_to_start_in_a_row_stop_the_submissions():
     steps = [ended(starting(str(number)), JobState.FAILED, exit_code=3) for number in range(3)]
     assert decide(2, history=history_of(*steps[:2])).submit == 2
-    jobs = running("8"), starting("9", starting_since=T - 999)
+    jobs = running("8"), starting("9", started=T - 999)
     actions = decide(4, *jobs, history=history_of(*steps))
     assert (actions.submit, actions.cancel) == (0, ("9",))
     assert actions.failure
@@ -408,21 +411,22 @@ def lasting(id: str, end: float, walltime: float = HOUR, **changes) -> Job:
 
 
 def test_a_job_without_walltime_or_that_waits_has_no_end():
-    assert retire_at(running("7"), POLICY) is None
+    assert retire_at(running("7"), POLICY) == math.inf
     for state in WAITING:
-        assert retire_at(pending("7", state=state, ends=T), replace(POLICY, walltime_s=9)) is None
+        assert (
+            retire_at(pending("7", state=state, ends=T), replace(POLICY, walltime_s=9)) == math.inf
+        )
 
 
 def test_the_replacement_is_requested_first_and_once():
     job = lasting("7", T + HOUR)
     retires = retire_at(job, POLICY)
     margin = margin_s(job, POLICY)
-    assert retires is not None
     assert retires == job.ends - margin
     assert decide(1, job, now=retires - margin - 1) == Actions()
     assert decide(1, job, now=retires - margin + 1) == Actions(submit=1)
     assert decide(1, job, pending("8"), now=retires - 1) == Actions()
-    soon = starting("8", starting_since=retires - margin)
+    soon = starting("8", started=retires - margin)
     assert decide(1, job, soon, now=retires - margin + 2) == Actions()
     assert decide(1, job, running("8"), now=retires - margin + 2) == Actions(retire=("7",))
     assert decide(1, job, pending("8"), now=retires) == Actions(retire=("7",))
@@ -501,7 +505,7 @@ class Site:
         ]
         actions = plan(
             self.wanted,
-            self.jobs,
+            self.jobs.values(),
             self.history,
             closable=closable,
             now=self.now,
