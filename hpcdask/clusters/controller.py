@@ -15,15 +15,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import TaskState, WorkerState
 
 from hpcdask.client.defaults import send_at_once
-from hpcdask.errors import (
-    ClusterError,
-    HpcdaskError,
-    NoAnswer,
-    NotHere,
-    QueueError,
-    Refused,
-    root_cause,
-)
+from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, NotHere, QueueError, Refused
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import ClusterReport, JobState, lasting
 from hpcdask.logs import DIED, say
@@ -46,11 +38,12 @@ RETRY_S = (15.0, 300.0)
 #: Pause after a step in seconds for each job, and at most: a step looks at all jobs and takes about
 #: 0.015 ms for each, and many workers may come at once.
 STEP_PAUSE_S, STEP_PAUSE_MAX_S = 1e-3, 1.0
+#: Seconds in which a warning on the same subject is not repeated.
+WARNED_S = 3600.0
 #: Least seconds between two writings of the jobs' reports.
 REPORT_PAUSE_S = 0.5
-#: Seconds before the walltime at which workers that nobody could relieve are given up, at most; and
-#: that part of the margin.
-LAST_MOMENT_S, LAST_PART = 5.0, 0.25
+#: Part of the margin before the walltime in which workers that nobody could relieve are given up.
+LAST_PART = 0.05
 #: Seconds for one attempt to hand over where there is no hurry.
 ATTEMPT_S = 60.0
 #: Seconds that a cancelled job gets to end before it is cancelled again.
@@ -163,7 +156,7 @@ class Group:
         self.failure = None
         self._history = History()
         self.retry_at = 0.0
-        self.controller.clear_warnings()
+        self.controller.warned.clear()
 
     async def scale(self, n: int) -> None:
         """Wish for workers as the user does, and wait until the queue has their jobs.
@@ -195,11 +188,8 @@ class Group:
             self.enter(unknown)
         for job_id, before in list(self.jobs.items()):
             states = workers.get(job_id, [])
-            if before.is_over and not before.workers:
-                if not states:
-                    continue
-                # brought back by a queue that had forgotten it
-                before = Job(job_id, self.size, now, group=self.name)
+            if before.is_over and not (states or before.workers):
+                continue
             after = observe(
                 before,
                 seen.get(job_id),
@@ -239,7 +229,6 @@ class Group:
             self.controller.spawn(self._retire(job_id, self.jobs[job_id].restarts))
         if not actions.submit:
             self._retry_s = RETRY_S[0]
-            self.controller.clear_warnings(f"limit {self.name}")
         if self.submission is not None or self.failure is not None:
             return
         if actions.failure is not None:
@@ -336,8 +325,7 @@ class Group:
     async def _adopt(self) -> None:
         """Add the jobs that a command without an answer made."""
         tagged, mine = await self.controller.queue.tagged(), f"hpcdask:{self.prefix}"
-        found = [id for id, tag in tagged.items() if tag == mine and id not in self.jobs]
-        if found:
+        if found := [one for one, tag in tagged.items() if tag == mine and one not in self.jobs]:
             folder = self.controller.folder
             await asyncio.to_thread(lambda: folder.new_submission(self.name).record(found))
             self.enter(found)
@@ -365,7 +353,6 @@ class Group:
         while ids:
             try:
                 await self.controller.queue.cancel(ids)
-                self.controller.clear_warnings("cancel")
             except Exception as error:  # whatever it is, the jobs must not stay
                 self.controller.warn("cancel", str(error))
             await asyncio.sleep(LEAVE_S)
@@ -380,17 +367,15 @@ class Group:
                 if job.is_over or await self._hand_over(job):
                     break
                 await asyncio.sleep(1.0)  # until somebody can take what it holds
-            self.controller.clear_warnings("retire")
         except Exception as error:  # a job must not stay for ever as one that leaves
             problem = f"job {job_id} cannot hand over what it holds, and is asked again"
-            self.controller.warn("retire", f"{problem}: {root_cause(error)}")
+            self.controller.warn("retire", f"{problem}: {_words(error)}")
             self.mark([job_id], leaving=False)
 
     async def _hand_over(self, job: Job) -> bool:
         """Try to make a job's workers hand over, and return whether that is settled."""
         scheduler = self.controller.scheduler
-        # a little before the queue kills it
-        early_s = min(LAST_MOMENT_S, LAST_PART * margin_s(job, self.policy))
+        early_s = LAST_PART * margin_s(job, self.policy)  # before the queue kills it
         left_s = ends_at(job, self.policy) - early_s - time.time()
         if left_s <= 0:
             self.controller.say(
@@ -432,7 +417,7 @@ class Controller:
     over: Callable[[], None] = lambda: None
     groups: dict[str, Group] = field(default_factory=dict)
     closing: bool = False
-    _warned: set[str] = field(default_factory=set)
+    warned: dict[str, float] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _reporting: asyncio.Event = field(default_factory=asyncio.Event)
     _nannies: dict[str, str] = field(default_factory=dict)
@@ -481,14 +466,11 @@ class Controller:
         task.add_done_callback(self._tasks.discard)
 
     def warn(self, subject: str, text: str) -> None:
-        """Tell about a state of things once, until `clear_warnings`."""
-        if subject not in self._warned:
-            self._warned.add(subject)
+        """Tell about a state of things, but not again and again."""
+        now = time.monotonic()
+        if now - self.warned.get(subject, -math.inf) >= WARNED_S:
+            self.warned[subject] = now
             self.say(f"warning: {text}")
-
-    def clear_warnings(self, *subjects: str) -> None:
-        """Forget these states of things, which are over; without any, all."""
-        self._warned.difference_update(subjects or tuple(self._warned))
 
     def expect_end(self) -> None:
         """Take the end of a worker or a job for meant from now on."""
@@ -514,8 +496,10 @@ class Controller:
                 await asyncio.to_thread(self.folder.write_report, ClusterReport())
 
     async def _end_jobs(self) -> None:
-        start, pause_s, problem, due_s = time.monotonic(), 0.1, "", 0.0
+        start, pause_s, problem, due_s = time.monotonic(), 0.0, "", 0.0
         while ids := self.live():
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s + 0.1, 2.0)
             passed_s = time.monotonic() - start
             try:
                 if passed_s >= due_s:
@@ -535,8 +519,6 @@ class Controller:
                     f"{problem}: {', '.join(left)}. See them with: hpcdask list --jobs, and end "
                     f"them with: hpcdask down {self.folder.name}"
                 )
-            await asyncio.sleep(pause_s if self.live() else 0)
-            pause_s = min(1.5 * pause_s, 2.0)
 
     # Watching
 
@@ -552,7 +534,6 @@ class Controller:
             try:
                 self.observe(set(ids), await self.ask(ids))
                 failed = 0
-                self.clear_warnings("query")
             except Exception as error:  # an answer that makes no sense may be any exception
                 failed += 1
                 unknown = "What the jobs do is unknown until it answers"
@@ -564,7 +545,6 @@ class Controller:
         if gone := [job_id for job_id in ids if job_id not in seen]:
             try:
                 seen |= await self.queue.departed(gone)
-                self.clear_warnings("accounting")
             except Exception as error:  # must not hide what the queue has shown
                 unknown = "How jobs ended is not known without it"
                 self.warn("accounting", f"{_words(error)}. {unknown}")
@@ -601,17 +581,15 @@ class Controller:
         """Fail the Dask tasks that only groups without jobs could run which submit no more."""
         groups = list(self.groups.values())
         ended = [group for group in groups if group.failure is not None and not group.live()]
+        all_ended = len(ended) == len(groups)
 
-        def hopeless(ts: TaskState) -> bool:
+        def is_hopeless(ts: TaskState) -> bool:
             able = [group for group in groups if group.can_run(ts)]
-            return bool(able) and all(group in ended for group in able)
+            return all_ended or (bool(able) and all(group in ended for group in able))
 
-        for group in ended:
-            assert group.failure is not None
-            if len(ended) < len(groups):
-                retire.fail_waiting(self.scheduler, group.failure, hopeless)
-            elif not self.scheduler.workers:
-                retire.fail_waiting(self.scheduler, group.failure)
+        if ended and not (all_ended and self.scheduler.workers):
+            assert ended[0].failure is not None
+            retire.fail_waiting(self.scheduler, ended[0].failure, is_hopeless)
 
     # Telling other processes
 
@@ -633,7 +611,6 @@ class Controller:
             try:
                 await asyncio.to_thread(self.folder.write_report, report)
                 last = report
-                self.clear_warnings("reports")
             except RuntimeError:  # at the end of Python there are no threads
                 return
             except Exception as error:  # the jobs go on without
@@ -642,12 +619,12 @@ class Controller:
 
     def _known_nannies(self) -> dict[str, str]:
         """Return the nannies of workers that are or were there, while their jobs are not over."""
-        live, groups = set(self.live()), self.groups.values()
-        now = {str(ws.name): ws.nanny or "" for ws in self.scheduler.workers.values()}
-        known = (self._nannies | now).items()
-        self._nannies = {
-            name: nanny for name, nanny in known if any(one.job_of(name) in live for one in groups)
+        self._nannies |= {str(ws.name): ws.nanny or "" for ws in self.scheduler.workers.values()}
+        jobs = [(one, job) for one in self.groups.values() for job in one.jobs.values()]
+        live = {
+            name for one, job in jobs if not job.is_over for name in job.worker_names(one.prefix)
         }
+        self._nannies = {name: self._nannies[name] for name in self._nannies.keys() & live}
         return self._nannies
 
 
@@ -682,5 +659,5 @@ class WorkerEvents(SchedulerPlugin):
 
 
 def _words(error: Exception) -> str:
-    """Return the error of a query; an answer that makes no sense may be any exception."""
-    return str(error) if isinstance(error, QueueError) else root_cause(error)
+    """Return the text of an error, which may be any exception if an answer makes no sense."""
+    return str(error) if isinstance(error, QueueError) else f"{type(error).__name__}: {error}"

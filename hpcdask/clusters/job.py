@@ -133,7 +133,9 @@ def observe(
     """
     lives = {name: int(name.rsplit("-", 2)[1]) for name in workers}
     newest = max(job.restarts, seen.restarts if seen else 0, *lives.values())
-    if newest > job.restarts or _put_back(job, seen, job.restarts in lives.values()):
+    revived = job.is_over and bool(lives) and not job.workers  # the queue had forgotten it
+    put_back = _put_back(job, seen, connected=job.restarts in lives.values())
+    if newest > job.restarts or revived or put_back:
         again: dict[str, Any] = {"restarts": newest, "group": job.group}
         job = Job(job.id, job.size, job.submitted, JobState.REQUEUED, **again)
     names = frozenset(name for name, life in lives.items() if life == job.restarts)
@@ -175,13 +177,11 @@ def _changed(job: Job, **facts: Any) -> Job:
     return job if vars(job).items() >= facts.items() else replace(job, **facts)
 
 
-def _put_back(job: Job, seen: QueueStatus | None, connected: bool) -> bool:
+def _put_back(job: Job, seen: QueueStatus | None, *, connected: bool) -> bool:
     """Return whether the queue, which may not count restarts, holds a started job again."""
     if seen is None or seen.restarts < job.restarts or seen.state not in job_state.WAITING:
         return False
-    if job.is_over:
-        return seen.state is QueueState.REQUEUED
-    return job.started is not None and not connected and not job.cancelled
+    return not (job.started is None or job.is_over or job.cancelled or connected)
 
 
 def _conclude(

@@ -6,10 +6,10 @@ The comments name what distributed does not document; ``tests/jobs/test_retire.p
 from __future__ import annotations
 
 import asyncio
+import inspect
 import pickle
 from collections import Counter
 from collections.abc import Callable, Collection
-from time import monotonic
 from typing import Any
 
 from distributed import Scheduler, Status
@@ -42,16 +42,62 @@ async def retire(
     A worker that nobody can relieve, or that is not ready in time, goes on as before, so the caller
     can try again. Calls for different workers may overlap.
     """
-    deadline = monotonic() + deadline_s
-    addresses = {ws.address for ws in _workers(scheduler, names)}
+    leaving = {ws.address for ws in _workers(scheduler, names)}
     try:
-        # All at once: otherwise one would hand over to the next.
-        drained = await _drain(scheduler, addresses, deadline)
-        await asyncio.gather(*(_see_off(scheduler, address, deadline) for address in drained))
+        async with asyncio.timeout(deadline_s):
+            # All at once: otherwise one would hand over to the next.
+            drained = await _drain(scheduler, leaving)
+            await asyncio.gather(*(_see_off(scheduler, address) for address in drained))
+    except TimeoutError:
+        pass
     finally:
-        for address in addresses & set(scheduler.workers):
+        for address in leaving & set(scheduler.workers):
             _take_back(scheduler, address)
     return frozenset(names) - {str(ws.name) for ws in scheduler.workers.values()}
+
+
+async def _drain(scheduler: Scheduler, addresses: Collection[str]) -> set[str]:
+    """Give workers no new Dask tasks, and copy what only they hold; return those that are done."""
+    # Without what logs a traceback where the deadline cuts it off.
+    retire_workers = inspect.unwrap(type(scheduler).retire_workers)
+    keywords = {"workers": list(addresses), "close_workers": False, "remove": False}
+    try:
+        return set(await retire_workers(scheduler, **keywords))
+    except KeyError:  # a worker died meanwhile
+        return set()
+
+
+async def _see_off(scheduler: Scheduler, address: str) -> None:
+    """Wait until a drained worker has finished what it runs, hand that over too, and close it."""
+    while (ws := scheduler.workers.get(address)) is not None:
+        heartbeats = set()
+        while ws.processing and ws.status != Status.closed:
+            heartbeats.add(ws.last_seen)
+            if len(heartbeats) > 2:
+                # The second heartbeat from here on was sent after it stopped taking Dask tasks:
+                # what it does not run by then, it will not run.
+                _release_waiting(scheduler, ws, f"hpcdask-retire-{time()}")
+            await asyncio.sleep(POLL_S)
+        if not await _drain(scheduler, {address}):
+            return
+        # Without a pause between this look and the end, two that leave cannot rely on each other.
+        if not any(len(ts.who_has or ()) == 1 for ts in ws.has_what):
+            stimulus_id = f"hpcdask-retire-{time()}"
+            await scheduler.remove_worker(address, stimulus_id=stimulus_id, expected=True)
+
+
+def _take_back(scheduler: Scheduler, address: str) -> None:
+    """Make a worker that does not leave useful again."""
+    # A policy that was interrupted would go on to empty the worker.
+    memory_manager = scheduler.extensions.get("amm")
+    if memory_manager is not None:
+        for policy in list(memory_manager.policies):
+            if isinstance(policy, RetireWorker) and policy.address == address:
+                memory_manager.policies.discard(policy)
+    # As `retire_workers` does it when it gives up; the worker confirms. It is repeated here since
+    # that only goes back to the status which it found.
+    message = {"op": "worker-status-change", "status": Status.running.name}
+    scheduler.worker_send(address, message | {"stimulus_id": f"hpcdask-take-back-{time()}"})
 
 
 async def force_out(
@@ -70,14 +116,18 @@ async def force_out(
     if not expected:
         for ws in leaving:
             _release_waiting(scheduler, ws, stimulus_id)
-    await asyncio.gather(
-        *(
-            scheduler.remove_worker(
-                ws.address, stimulus_id=stimulus_id, expected=expected, close=True
-            )
-            for ws in leaving
-        )
-    )
+    keywords = {"stimulus_id": stimulus_id, "expected": expected}
+    await asyncio.gather(*(scheduler.remove_worker(ws.address, **keywords) for ws in leaving))
+
+
+def _workers(scheduler: Scheduler, names: Collection[str]) -> list[WorkerState]:
+    return [ws for ws in scheduler.workers.values() if str(ws.name) in names]
+
+
+def _release_waiting(scheduler: Scheduler, ws: WorkerState, stimulus_id: str) -> None:
+    """Give other workers the Dask tasks that this worker's last heartbeat did not show running."""
+    waiting = [ts.key for ts in ws.processing if ts not in ws.executing]
+    scheduler.transitions(dict.fromkeys(waiting, "released"), stimulus_id)
 
 
 def fail_waiting(
@@ -127,73 +177,3 @@ def closable(
     # The scheduler leaves a worker out, not its job.
     complete = Counter(job_of(str(name)) for name in names)
     return [job for job, size in complete.items() if job is not None and size == sizes[job]]
-
-
-def _workers(scheduler: Scheduler, names: Collection[str]) -> list[WorkerState]:
-    wanted = set(names)
-    return [ws for ws in scheduler.workers.values() if str(ws.name) in wanted]
-
-
-def _release_waiting(scheduler: Scheduler, ws: WorkerState, stimulus_id: str) -> None:
-    """Give other workers the Dask tasks that this worker's last heartbeat did not show running."""
-    waiting = [ts.key for ts in ws.processing if ts not in ws.executing]
-    scheduler.transitions(dict.fromkeys(waiting, "released"), stimulus_id)
-
-
-async def _drain(scheduler: Scheduler, addresses: Collection[str], deadline: float) -> set[str]:
-    """Give workers no new Dask tasks, and copy what only they hold; return those that are done."""
-    if not addresses:
-        return set()
-    retire_workers = type(scheduler).retire_workers
-    # Without what logs a traceback where the deadline cuts it off.
-    retire_workers = getattr(retire_workers, "__wrapped__", retire_workers)
-    retirement = retire_workers(
-        scheduler, workers=list(addresses), close_workers=False, remove=False
-    )
-    try:
-        return set(await asyncio.wait_for(retirement, deadline - monotonic()))
-    except (TimeoutError, KeyError):  # KeyError: a worker died meanwhile
-        return set()
-
-
-async def _see_off(scheduler: Scheduler, address: str, deadline: float) -> None:
-    """Wait until a drained worker has finished what it runs, hand that over too, and close it."""
-    while await _finish(scheduler, address, deadline):
-        if not await _drain(scheduler, {address}, deadline):
-            return
-        ws = scheduler.workers.get(address)
-        # Without a pause between this look and the end, two that leave cannot rely on each other.
-        if ws is not None and not any(len(ts.who_has or ()) == 1 for ts in ws.has_what):
-            stimulus_id = f"hpcdask-retire-{time()}"
-            await scheduler.remove_worker(
-                address, stimulus_id=stimulus_id, expected=True, close=True
-            )
-
-
-async def _finish(scheduler: Scheduler, address: str, deadline: float) -> bool:
-    """Wait until a worker that takes no new Dask tasks runs none; False if it is late or gone."""
-    heartbeats = set()
-    while (ws := scheduler.workers.get(address)) is not None and ws.processing:
-        if monotonic() >= deadline:
-            return False
-        heartbeats.add(ws.last_seen)
-        if len(heartbeats) > 2:
-            # The second heartbeat from here on was sent after it stopped taking Dask tasks: what
-            # it does not run by then, it will not run.
-            _release_waiting(scheduler, ws, f"hpcdask-retire-{time()}")
-        await asyncio.sleep(POLL_S)
-    return ws is not None
-
-
-def _take_back(scheduler: Scheduler, address: str) -> None:
-    """Make a worker that does not leave useful again."""
-    # A policy that was interrupted would go on to empty the worker.
-    memory_manager = scheduler.extensions.get("amm")
-    if memory_manager is not None:
-        for policy in list(memory_manager.policies):
-            if isinstance(policy, RetireWorker) and policy.address == address:
-                memory_manager.policies.discard(policy)
-    # As `retire_workers` does it when it gives up; the worker confirms. It is repeated here since
-    # that only goes back to the status which it found.
-    message = {"op": "worker-status-change", "status": Status.running.name}
-    scheduler.worker_send(address, message | {"stimulus_id": f"hpcdask-take-back-{time()}"})

@@ -140,7 +140,7 @@ def test_unknown_is_a_state_until_several_queries_agree():
 
 
 @pytest.mark.parametrize("over", sorted(OVER))
-def test_what_is_over_stays_over_unless_it_is_requeued(over):
+def test_what_is_over_stays_over_unless_its_workers_come(over):
     job = look(running("7"), over)
     assert job.state is JobState(over)
     for seen in (
@@ -151,9 +151,8 @@ def test_what_is_over_stays_over_unless_it_is_requeued(over):
         QueueState.COMPLETED,
     ):
         assert look(job, seen).state is JobState(over)
-        assert look(job, seen, names(job)).state is JobState(over)
-    assert look(job, QueueState.REQUEUED).state is JobState.REQUEUED
     assert look(job, QueueStatus("7", QueueState.RUNNING, restarts=1)).state is JobState.STARTING
+    assert look(job, None, names(job)).state is JobState.RUNNING
 
 
 def test_a_restart_is_a_new_life():
