@@ -37,7 +37,7 @@ def control(
     **policy: Any,
 ) -> Controller:
     """Return the controller of a cluster ``ab``; it has a folder where `base` is given."""
-    folder: Any = SimpleNamespace(name="ab")
+    folder: Any = SimpleNamespace(name="ab", write_report=lambda report: None)
     if base is not None:
         folder = ClusterFolder.create("ab", "local", base=base)
         folder.write_script("#!/bin/sh\n")

@@ -100,8 +100,7 @@ class JobCluster(BaseCluster):
                 raise UsageError(f"{name} is for clusters with detached=True, of hpcdask's classes")
         asynchronous, loop = keywords.pop("asynchronous", False), keywords.pop("loop", None)
         self.options = ClusterOptions.read(type(self), {"n_workers": n_workers, **keywords})
-        self.queue = self.options.queue
-        self.groups = self.options.groups
+        self.queue, self.groups = self.options.queue, self.options.groups
         self.controller: Controller | None = None
         self._own_scheduler = ClusterScheduler(self.options, self._say)
         self._watchdog: watchdog.Watchdog | None = None
@@ -145,7 +144,11 @@ class JobCluster(BaseCluster):
             if warning := open_folder_warning():
                 self._say(warning)
         folder = await asyncio.to_thread(self._make_folders)  # file systems may be slow
-        await self._own_scheduler.start()
+        watching = asyncio.ensure_future(asyncio.to_thread(watchdog.start_watchdog, folder))
+        try:
+            await self._own_scheduler.start()
+        finally:
+            self._watchdog = await watching
         access: Any = self.security.get_connection_args("client")
         self.scheduler_comm = rpc(self._own_scheduler.address, connection_args=access)
         for name, group in self.groups.items():
@@ -155,8 +158,6 @@ class JobCluster(BaseCluster):
                     f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs "
                     f"by a tag in its place"
                 )
-        self._watchdog = await asyncio.to_thread(watchdog.start_watchdog, folder)
-        await asyncio.to_thread(prune, self.options.base)
         assert self.scheduler is not None
         self.controller = Controller(
             self.scheduler,
@@ -164,16 +165,20 @@ class JobCluster(BaseCluster):
             folder,
             poll_interval_s=self.options.poll_interval_s,
             say=self._say,
-            over=self._end_by_itself,
+            over=lambda: self._request("close", self._close),
         )
         for name, group in self.groups.items():
             resources = group.spec.all_resources(on_gpu=group.on_gpu)
             self.controller.add_group(name, group.workers, group.policy, **resources)
         self.controller.start()
+        self.controller.spawn(self._prune())
         self.scheduler.extensions[MOST_WORKERS] = self._most_workers
         await super()._start()
         if wishes := {name: one.n_workers for name, one in self.groups.items() if one.n_workers}:
             await self._scale(wishes)
+
+    async def _prune(self) -> None:
+        await asyncio.to_thread(prune, self.options.base)
 
     def _make_folders(self) -> ClusterFolder:
         if self._folder is None:
@@ -193,15 +198,6 @@ class JobCluster(BaseCluster):
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
         return self._ending
-
-    def _end_by_itself(self) -> None:
-        """End the cluster, since the scheduler is closed by somebody else; nobody waits for it."""
-
-        def tell(ending: asyncio.Future[None]) -> None:
-            if not ending.cancelled() and (error := ending.exception()) is not None:
-                self._say(f"error: {error}")
-
-        self.begin_to_end().add_done_callback(tell)
 
     async def _end(self) -> None:
         self.status = Status.closing
@@ -279,8 +275,7 @@ class JobCluster(BaseCluster):
         """
         self._running()  # of a closed cluster there is no event loop
         given = {"n": n, "jobs": jobs, "memory": memory, "cores": cores}
-        scaling.check_names(self.scale, self.groups, given, groups)
-        wishes = scaling.wishes(self.groups, given, groups)
+        wishes = scaling.wishes(self.scale, self.groups, given, groups)
         if any(wishes.values()):
             self.queue.check()
         return self._request("scale", self._scale, wishes)
@@ -372,9 +367,8 @@ class JobCluster(BaseCluster):
             `maximum` is less than one job, or this machine has no such queueing system.
         """
         given = {name: one for name, one in locals().items() if name[:3] in ("min", "max")}
-        scaling.check_names(self.adapt, self.groups, given, groups)
         keywords: dict[str, Any] = {
-            "bounds": scaling.bounds(self.groups, given, groups),
+            "bounds": scaling.bounds(self.adapt, self.groups, given, groups),
             # an interval of 0 is for who adapts by hand
             "interval": interval and seconds(interval, "adapt: interval"),
             "target_duration": seconds(target_duration, "adapt: target_duration"),
@@ -468,11 +462,4 @@ def close_clusters() -> None:
                 cluster.close(timeout=10)
 
 
-def _leave_to_parent() -> None:
-    """Leave the clusters, and what their schedulers have on disk, to the parent of this fork."""
-    for cluster in list(JobCluster._instances):
-        upstream.leave_folder(cluster.scheduler)
-    JobCluster._instances.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=JobCluster._instances.clear)  # they are the parent's

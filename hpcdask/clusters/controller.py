@@ -40,8 +40,6 @@ RETRY_S = (15.0, 300.0)
 STEP_PAUSE_S, STEP_PAUSE_MAX_S = 1e-3, 1.0
 #: Seconds in which a warning on the same subject is not repeated.
 WARNED_S = 3600.0
-#: Least seconds between two writings of the jobs' reports.
-REPORT_PAUSE_S = 0.5
 #: Part of the margin before the walltime in which workers that nobody could relieve are given up.
 LAST_PART = 0.05
 #: Seconds for one attempt to hand over where there is no hurry.
@@ -403,8 +401,8 @@ class Group:
 class Controller:
     """Control of the jobs of a cluster, which come in groups.
 
-    Three tasks run: one queries the queue once per interval, one submits, cancels and retires what
-    each group wants, and one writes the jobs' reports where `hpcdask list --jobs` reads them.
+    Two tasks run: one queries the queue once per interval, and writes the jobs' reports where
+    `hpcdask list --jobs` reads them; one submits, cancels and retires what each group wants.
     Commands of the queue run in threads. `closing`: from now on, the end of a worker or a job is
     meant. `over` is called when somebody else closes the scheduler.
     """
@@ -419,7 +417,6 @@ class Controller:
     closing: bool = False
     warned: dict[str, float] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _reporting: asyncio.Event = field(default_factory=asyncio.Event)
     _nannies: dict[str, str] = field(default_factory=dict)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -434,8 +431,8 @@ class Controller:
         """Begin to watch. The queue is not asked before there is a job."""
         retire.ignore_removed(self.scheduler)
         self.scheduler.add_plugin(WorkerEvents(self))
-        for work in (self._act(), self._query(), self._report()):
-            self.spawn(work)
+        self.spawn(self._act())
+        self.spawn(self._watch())
 
     def jobs(self) -> list[Job]:
         """Return all jobs of all groups, including those that are over."""
@@ -522,22 +519,39 @@ class Controller:
 
     # Watching
 
-    async def _query(self) -> None:
+    async def _watch(self) -> None:
         """Query the queue about all jobs, one interval apart, or more while it does not answer."""
-        failed = 0
+        failed, told = 0, ClusterReport(address=self.scheduler.address)
         while True:
             pause_s = min(BACK_OFF_S, self.poll_interval_s * 2 ** min(failed, 10))
             await asyncio.sleep(max(self.poll_interval_s, pause_s))
+            if self.closing:
+                return
             self.wake()  # for what is put off, and for Dask tasks that would wait for ever
-            if not (ids := self.live()):
-                continue
             try:
-                self.observe(set(ids), await self.ask(ids))
+                if ids := self.live():
+                    self.observe(set(ids), await self.ask(ids))
                 failed = 0
             except Exception as error:  # an answer that makes no sense may be any exception
                 failed += 1
                 unknown = "What the jobs do is unknown until it answers"
                 self.warn("query", f"{_words(error)}. {unknown}")
+            try:
+                if (report := self.report()) != told:
+                    await asyncio.to_thread(self.folder.write_report, report)
+                    told = report
+            except Exception as error:  # the jobs go on without
+                self.warn("reports", f"hpcdask list cannot be told of the jobs: {error}")
+
+    def report(self) -> ClusterReport:
+        """Return what other processes are told of the cluster."""
+        failed = f"the cluster submits no more jobs: {self.failure}" if self.failure else ""
+        return ClusterReport(
+            tuple(job.report() for job in self.jobs() if not job.is_over),
+            self.scheduler.address,
+            self._known_nannies(),
+            failed or self.waits,
+        )
 
     async def ask(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         """Query the queue, and its accounting for the jobs that have left it."""
@@ -554,7 +568,6 @@ class Controller:
         """Fold in the queue's answer and the connected workers."""
         for group in self.groups.values():
             group.observe(asked, seen)
-        self._reporting.set()
 
     # Acting
 
@@ -590,32 +603,6 @@ class Controller:
         if ended and not (all_ended and self.scheduler.workers):
             assert ended[0].failure is not None
             retire.fail_waiting(self.scheduler, ended[0].failure, is_hopeless)
-
-    # Telling other processes
-
-    async def _report(self) -> None:
-        """Write the jobs' reports when they change, in a thread and one writing at a time."""
-        last = ClusterReport(address=self.scheduler.address)
-        while True:
-            await self._reporting.wait()
-            self._reporting.clear()
-            failed = f"the cluster submits no more jobs: {self.failure}" if self.failure else ""
-            report = ClusterReport(
-                tuple(job.report() for job in self.jobs() if not job.is_over),
-                self.scheduler.address,
-                self._known_nannies(),
-                failed or self.waits,
-            )
-            if report == last:
-                continue
-            try:
-                await asyncio.to_thread(self.folder.write_report, report)
-                last = report
-            except RuntimeError:  # at the end of Python there are no threads
-                return
-            except Exception as error:  # the jobs go on without
-                self.warn("reports", f"hpcdask list cannot be told of the jobs: {error}")
-            await asyncio.sleep(REPORT_PAUSE_S)
 
     def _known_nannies(self) -> dict[str, str]:
         """Return the nannies of workers that are or were there, while their jobs are not over."""

@@ -116,7 +116,7 @@ async def force_out(
     if not expected:
         for ws in leaving:
             _release_waiting(scheduler, ws, stimulus_id)
-    keywords = {"stimulus_id": stimulus_id, "expected": expected}
+    keywords: dict[str, Any] = {"stimulus_id": stimulus_id, "expected": expected}
     await asyncio.gather(*(scheduler.remove_worker(ws.address, **keywords) for ws in leaving))
 
 

@@ -6,10 +6,10 @@ Workers come and go by whole jobs, in groups; a cluster without groups has one, 
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from distributed.deploy.adaptive import Adaptive
@@ -35,12 +35,16 @@ FULL, SAMPLE = 0.6, 100
 
 
 def wishes(
-    groups: Mapping[str, JobOptions], given: Mapping[str, Any], named: Mapping[str, int]
+    scale: Callable[..., Any],
+    groups: Mapping[str, JobOptions],
+    given: Mapping[str, Any],
+    named: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return the workers that `scale` is asked for, by group.
+    """Return the workers that a cluster's `scale` is asked for, by group. Raises UsageError.
 
-    `given` is its own keywords, of which the one with the most workers counts. Raises UsageError.
+    `given` is its own keywords, of which the one with the most workers counts.
     """
+    _check_names(scale, groups, given, named)
     if "" not in groups:
         return {name: number(n, f"scale: {name}", "workers") for name, n in named.items()}
     numbers = [_in_workers(groups[""], f"scale: {name}", n) for name, n in given.items() if n]
@@ -48,13 +52,17 @@ def wishes(
 
 
 def bounds(
-    groups: Mapping[str, JobOptions], given: Mapping[str, Any], named: Mapping[str, Any]
+    adapt: Callable[..., Any],
+    groups: Mapping[str, JobOptions],
+    given: Mapping[str, Any],
+    named: Mapping[str, Any],
 ) -> dict[str, tuple[int, float]]:
-    """Return the least and most workers that `adapt` is asked for, by group, in whole jobs.
+    """Return the least and most workers that a cluster's `adapt` is asked for, in whole jobs.
 
     `given` is the bounds of a cluster without groups, of which the strictest counts; `named` those
     of groups. The lower bound is rounded up, the upper one down. Raises UsageError.
     """
+    _check_names(adapt, groups, given, named)
     found = {}
     if job := groups.get(""):
         known = {name: value for name, value in given.items() if value not in (None, math.inf)}
@@ -73,19 +81,16 @@ def bounds(
     return found
 
 
-def check_names(
+def _check_names(
     call: Callable[..., Any],
     groups: Collection[str],
     given: Mapping[str, Any],
     named: Collection[str],
 ) -> None:
-    """Raise UsageError for unknown groups, and for a number whose group is not named.
-
-    `call` is a cluster's method, `given` its own keywords with a number, `named` all others.
-    """
-    names, do = [name for name in groups if name], call.__name__
+    """Raise UsageError for unknown groups, and for a number whose group is not named."""
+    names, do = list(filter(None, groups)), call.__name__
     if unknown := [name for name in named if name not in names]:
-        near = difflib.get_close_matches(unknown[0], inspect.signature(call).parameters, 1, 0.5)
+        near = difflib.get_close_matches(unknown[0], signature(call).parameters, 1, 0.5)
         hint = f"Did you mean {near[0]}? " if near else ""
         there = f"There are {', '.join(names)}" if names else "This cluster has no groups"
         raise UsageError(f"{do}: no keyword and no group {', '.join(unknown)}. {hint}{there}")
@@ -119,33 +124,8 @@ def _whole_jobs(low: float, high: float, size: int) -> tuple[int, float]:
 # What the work needs
 
 
-def demand(group: Group, waiting: Sequence[TaskState], target_duration: float) -> int:
-    """Return how many workers a group needs so that its Dask tasks take `target_duration` seconds.
-
-    The rule is that of distributed's `Scheduler.adaptive_target`, for a part of the scheduler.
-    """
-    workers = [ws for states in group.connected().values() for ws in states]
-    unknown_s = group.controller.scheduler.UNKNOWN_TASK_DURATION
-    sample = waiting[:SAMPLE]
-    known_s = [(ts.prefix.duration_average, 2 * ts.prefix.max_exec_time) for ts in sample]
-    sampled_s = sum(next((one for one in some if one > 0), unknown_s) for some in known_s)
-    waiting_s = sampled_s * len(waiting) / max(1, len(sample))
-    threads = math.ceil((sum(ws.occupancy for ws in workers) + waiting_s) / target_duration)
-    # a few long Dask tasks do not use many threads
-    threads = min(threads, len(waiting) + sum(len(ws.processing) for ws in workers))
-    if not workers:
-        return max(threads, min(1, len(waiting)))
-    needed = math.ceil(threads * len(workers) / sum(ws.nthreads for ws in workers))
-    if sum(ws.nbytes for ws in workers) > FULL * sum(ws.memory_limit for ws in workers) > 0:
-        needed = max(needed, 2 * len(workers))
-    return needed
-
-
 def demands(
-    groups: Sequence[Group],
-    most: Mapping[str, float],
-    target_duration: float,
-    gangs: int = 0,
+    groups: Sequence[Group], most: Mapping[str, float], target_duration: float, gangs: int = 0
 ) -> dict[str, int]:
     """Return how many workers each group needs.
 
@@ -159,15 +139,35 @@ def demands(
         waiting.setdefault(able, []).append(ts)
     found = {}
     for group in groups:
-        limit = most[group.name]
-        mine = [names for names in waiting if group.name in names]
-        needed = demand(group, [ts for names in mine for ts in waiting[names]], target_duration)
+        limit, mine = most[group.name], [names for names in waiting if group.name in names]
+        needed = _demand(group, [ts for names in mine for ts in waiting[names]], target_duration)
         for names in mine:
             passed_on = round(len(waiting[names]) * max(0.0, 1 - limit / needed)) if needed else 0
             waiting[names] = waiting[names][:passed_on]
         found[group.name] = max(needed, int(min(gangs, limit)))
         gangs = max(0, gangs - found[group.name])
     return found
+
+
+def _demand(group: Group, waiting: Sequence[TaskState], target_duration: float) -> int:
+    """Return how many workers a group needs so that its Dask tasks take `target_duration` seconds.
+
+    The rule is that of distributed's `Scheduler.adaptive_target`, for a part of the scheduler.
+    """
+    workers = [ws for states in group.connected().values() for ws in states]
+    unknown_s, sample = group.controller.scheduler.UNKNOWN_TASK_DURATION, waiting[:SAMPLE]
+    known_s = [(ts.prefix.duration_average, 2 * ts.prefix.max_exec_time) for ts in sample]
+    sampled_s = sum(next((one for one in some if one > 0), unknown_s) for some in known_s)
+    waiting_s = sampled_s * len(waiting) / max(1, len(sample))
+    threads = math.ceil((sum(ws.occupancy for ws in workers) + waiting_s) / target_duration)
+    # a few long Dask tasks do not use many threads
+    threads = min(threads, len(waiting) + sum(len(ws.processing) for ws in workers))
+    if not workers:
+        return max(threads, min(1, len(waiting)))
+    needed = math.ceil(threads * len(workers) / sum(ws.nthreads for ws in workers))
+    if sum(ws.nbytes for ws in workers) > FULL * sum(ws.memory_limit for ws in workers) > 0:
+        needed = max(needed, 2 * len(workers))
+    return needed
 
 
 class JobAdaptive(Adaptive):

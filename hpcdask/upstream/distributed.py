@@ -87,15 +87,6 @@ def preload_nothing() -> None:
     distributed.utils._forkserver_preload_set = True
 
 
-def leave_folder(server: Any) -> None:
-    """Keep a server's folder when this process, a fork, ends: its finalizer is inherited."""
-    if server is None:
-        return
-    require(SEEN, server, "_workdir")
-    if server._workdir is not None:
-        server._workdir._finalizer.detach()
-
-
 def loop_runner(cluster: Any) -> Any:
     return cluster._loop_runner
 

@@ -64,7 +64,9 @@ class Cluster:
     def __init__(self, folder: Path, door: LocalQueue, *workers: str) -> None:
         self.said: list[str] = []
         self.scheduler = stand_in(*workers)
-        self.controller = control(door, self.scheduler, base=folder, said=self.said)
+        self.controller = control(
+            door, self.scheduler, base=folder, said=self.said, poll_interval_s=0.05
+        )
         self.group = self.controller.groups[""]
 
     def add(self, job_id: str, state: JobState, **facts: Any) -> None:
@@ -347,7 +349,7 @@ def cancelling(monkeypatch: pytest.MonkeyPatch, door: Silent, **facts: Any) -> l
         one = one_group(door, said=said, poll_interval_s=0.05)
         one.jobs["1"] = Job("1", 1, time.time(), JobState.STARTING)
         one.controller.spawn(one.controller._act())
-        one.controller.spawn(one.controller._query())
+        one.controller.spawn(one.controller._watch())
         one.want(0)
         await until(lambda: door.cancelled)
         one.mark(["1"], **facts)

@@ -113,4 +113,4 @@ def test_up_at_once_and_down_when_several_looks_agree():
 
 def test_a_group_may_be_called_like_a_unit():
     groups: Any = {"gpu_jobs": SimpleNamespace(workers=2)}
-    assert bounds(groups, {}, {"gpu_jobs": (1, 4)}) == {"gpu_jobs": (2, 4)}
+    assert bounds(print, groups, {}, {"gpu_jobs": (1, 4)}) == {"gpu_jobs": (2, 4)}

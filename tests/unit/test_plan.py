@@ -1,4 +1,4 @@
-"""The decisions of `hpcdask.clusters.plan`: single cases, and a simulated, faulty queue."""
+"""The decisions of `hpcdask.clusters.job`: single cases, and a simulated, faulty queue."""
 
 from __future__ import annotations
 

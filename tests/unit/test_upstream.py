@@ -104,11 +104,6 @@ async def test_what_is_set_on_live_servers_is_there():
             distributed.set_interval(stream, 0.0)
         distributed.set_message_limit(worker, 2**30)
         assert worker.state.transfer_message_bytes_limit == 2**30
-        finalizer = worker._workdir._finalizer
-        distributed.leave_folder(worker)
-        assert not finalizer.alive
-        worker._workdir = None
-        distributed.leave_folder(worker)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +111,6 @@ async def test_what_is_set_on_live_servers_is_there():
     [
         lambda there: distributed.set_interval(there, 0.0),
         lambda there: distributed.set_message_limit(there, 1),
-        distributed.leave_folder,
         parts.prologue,
         lambda there: parts.results_on_device(SimpleNamespace(device_buffer=there)),
     ],
