@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .clusters.classes import SGECUDACluster as SGECUDACluster
     from .clusters.classes import SLURMCUDACluster as SLURMCUDACluster
     from .clusters.detached.attached import attach as attach
-    from .gpu.table import gpus as gpus
+    from .gpu.monitor import gpus as gpus
     from .runner.runner import Runner as Runner
     from .runner.runner import initialize as initialize
 
@@ -33,7 +33,7 @@ _HOMES = {
     "attach": "clusters.detached.attached",
     "connect": "client.connect",
     "gang": "client.gang",
-    "gpus": "gpu.table",
+    "gpus": "gpu.monitor",
 }
 __all__ = [*_HOMES, *sorted(system.cluster for system in _SYSTEMS.values())]
 

@@ -239,13 +239,11 @@ def _with_usage(workload: Callable[[Cluster], Measurement], cluster: Cluster) ->
 
 
 async def _start_lap(dask_scheduler: Any) -> None:
-    if (monitor := monitor_of(dask_scheduler)) is not None:
-        await monitor.start_lap()
+    await monitor_of(dask_scheduler).start_lap()
 
 
 async def _end_lap(dask_scheduler: Any) -> dict[str, Any] | None:
-    monitor = monitor_of(dask_scheduler)
-    usage = None if monitor is None else await monitor.lap()
+    usage = await monitor_of(dask_scheduler).lap()
     return None if usage is None else usage.to_json()
 
 

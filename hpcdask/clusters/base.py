@@ -17,7 +17,7 @@ from tornado.ioloop import IOLoop
 
 from hpcdask.client.defaults import prompt_clients
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.gpu.table import GpuTable
+from hpcdask.gpu.monitor import GpuTable
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.logs import ClusterLogs
 from hpcdask.logs import complain

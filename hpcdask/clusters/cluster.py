@@ -24,7 +24,7 @@ from hpcdask.client.defaults import suiting_devices
 from hpcdask.client.gang_scheduler import MOST_WORKERS
 from hpcdask.comm.warmup import transport_of
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.gpu.table import GpuTable
+from hpcdask.gpu.monitor import GpuTable, monitor_of
 from hpcdask.jobs import watchdog
 from hpcdask.jobs.folder import ClusterFolder, new_name, prune
 from hpcdask.jobs.state import OVER
@@ -426,7 +426,7 @@ class JobCluster(BaseCluster):
         return JobTable(controller.jobs(), controller.waits) if controller else JobTable()
 
     def gpus(self) -> GpuTable:
-        return GpuTable.of(self.scheduler)
+        return monitor_of(self.scheduler).table()
 
     @property
     def failure(self) -> HpcdaskError | None:

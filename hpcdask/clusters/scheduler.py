@@ -14,7 +14,7 @@ from distributed.core import Status
 from distributed.utils import format_dashboard_link, get_ip
 
 from hpcdask.comm.fabric import only_address, unreachable
-from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines
+from hpcdask.gpu.monitor import GpuMonitor, monitor_of, usage_lines
 from hpcdask.node.scratch import scratch_folder
 from hpcdask.process import make_observable, owner_text, raise_descriptor_limit
 from hpcdask.security import ports, private, webserver
@@ -88,7 +88,7 @@ class ClusterScheduler:
                 self.server = self.options.scheduler_cls(**options)
             webserver.guard(self.server)
             webserver.add_lazy_dashboard(self.server)
-            self.server.add_plugin(GpuMonitor(self.server))
+            self.server.add_plugin(GpuMonitor())
             cull_by_layer()
             await self.server
         self.address = self.server.address
@@ -114,7 +114,7 @@ class ClusterScheduler:
     async def close(self) -> None:
         """Close the scheduler if it was started, with its workers, and remove its folder."""
         if self.server is not None and self.server.status != Status.closed:
-            await refresh(self.server)
+            await monitor_of(self.server).refresh()
             for line in usage_lines(self.server):
                 self.say(line)
             await self.server.close(reason="the cluster is closed")

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from hpcdask.errors import DeviceError, MissingExtra
@@ -44,24 +44,22 @@ def make_context() -> None:
     except ImportError:
         raise MissingExtra("cuda-bindings", cuda_extra(), "a worker on a GPU") from None
 
+    failed = f"no CUDA context on {socket.gethostname()}"
+
     def call(name: str, *arguments: Any) -> Any:
         deadline = time.monotonic() + RELEASE_S
         try:
             code, *results = getattr(driver, name)(*arguments)
-            while (
-                code == driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE
-                and time.monotonic() < deadline
-            ):
+            unavailable = driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE
+            while code == unavailable and time.monotonic() < deadline:
                 time.sleep(0.1)
                 code, *results = getattr(driver, name)(*arguments)
         except RuntimeError as error:  # there is no libcuda
-            raise DeviceError(
-                f"no CUDA context on {socket.gethostname()}: {error} In a container, pass the "
-                f"driver in (apptainer exec --nv)"
-            ) from error
+            remedy = "In a container, pass the driver in (apptainer exec --nv)"
+            raise DeviceError(f"{failed}: {error} {remedy}") from error
         if code != driver.CUresult.CUDA_SUCCESS:
             raise DeviceError(
-                f"no CUDA context on {socket.gethostname()}: {name} says {code.name} of GPU "
+                f"{failed}: {name} says {code.name} of GPU "
                 f"{os.environ.get('CUDA_VISIBLE_DEVICES')}. See nvidia-smi there, and whether "
                 f"another process has the device for itself (compute mode)"
             )
@@ -93,35 +91,24 @@ def lost() -> str | None:
     return None if code in sound else str(code.name)
 
 
-class FirstUse:
-    """Thread that uses libraries and kernels of the device once, and ends with a Dask task.
+class FirstUse(threading.Thread):
+    """Thread that uses libraries and kernels of the device once, until it is `stopped`.
 
     Handles of cuBLAS and cuSOLVER, with some 160 MB, belong to the thread and go with it.
     """
 
     def __init__(self) -> None:
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="first-use", daemon=True)
+        super().__init__(name="first-use", daemon=True)
+        self.stopped = threading.Event()
 
-    def start(self) -> None:
-        """Start the thread, unless it was stopped already."""
-        if not self._stopped.is_set():
-            self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread after the step under way."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        # a Dask task that needs a library which is missing or fails here has the error
+    def run(self) -> None:
+        """Use the device, and keep errors: a Dask task that needs what fails here has them."""
         with contextlib.suppress(Exception):
-            for _ in _steps():
-                if self._stopped.is_set():
-                    return
+            use_libraries(self.stopped)
 
 
-def _steps() -> Iterator[None]:
-    """Use one operation after the other; yield where the thread may end."""
+def use_libraries(stopped: threading.Event) -> None:
+    """Use one operation after the other, until `stopped`."""
     import cupy
 
     # results are sent by it; numba comes with it, and takes half a second to load
@@ -130,5 +117,6 @@ def _steps() -> Iterator[None]:
     for dtype in ("f8", "f4"):
         x = random.random_sample((64, 64), dtype)
         for use in USES:
-            yield
+            if stopped.is_set():
+                return
             use(cupy, random, x)

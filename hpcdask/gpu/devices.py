@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcdask.spec.records import Record
 
 from . import nvml
-from .driver import has_nvidia_driver
 from .nvml import Device
 
 NONE_VISIBLE = ("", "-1", "NoDevFiles", "void")
@@ -31,15 +29,6 @@ class Gpu(Record):
     name: str
     memory: int
     cores: tuple[int, ...] = ()
-
-
-def start_nvml() -> None:
-    """Start NVML in a thread, for distributed, which else waits 0.04 s for it in each process."""
-    if has_nvidia_driver():
-        from distributed.diagnostics import nvml as of_distributed
-
-        count = of_distributed.device_get_count
-        threading.Thread(target=count, name="nvml", daemon=True).start()
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
@@ -83,10 +72,7 @@ def _select(wanted: str, cards: Sequence[Sequence[Device]]) -> list[Device]:
 
 
 def _describe(device: Device) -> Gpu:
-    if (memory := device.memory()) is not None:
-        total = memory.total
-    else:  # the device shares the host's
-        import psutil
+    import psutil
 
-        total = int(psutil.virtual_memory().total)
-    return Gpu(device.uuid, device.name(), total, device.cores(os.cpu_count() or 1))
+    memory = device.memory() or psutil.virtual_memory()  # the device shares the host's
+    return Gpu(device.uuid, device.name(), int(memory.total), device.cores(os.cpu_count() or 1))

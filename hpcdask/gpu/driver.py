@@ -92,6 +92,6 @@ def hidden_gpus(root: str = "/") -> int:
     return sum(not os.access(f"{root}dev/nvidia{one}", os.R_OK | os.W_OK) for one in minors)
 
 
-def answer_deadline_s(root: str = "/") -> float:
+def answer_deadline_s() -> float:
     """Return the seconds in which the driver of this node should have named all its GPUs."""
-    return max(ANSWER_S, ANSWER_EACH_S * len(_information(root)))
+    return max(ANSWER_S, ANSWER_EACH_S * len(_information("/")))

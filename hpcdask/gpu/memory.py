@@ -278,12 +278,8 @@ def store(plan: MemoryPlan, memory_limit: int) -> Any:
     return device_host_disk, limits
 
 
-def device_host_disk(
-    worker_local_directory: str, *, device_memory_limit: int, memory_limit: int
-) -> Any:
+def device_host_disk(worker_local_directory: str, **limits: int) -> Any:
     """Return dask-cuda's store, imported in the worker; distributed fills in the folder by name."""
     from dask_cuda.device_host_file import DeviceHostFile
 
-    return DeviceHostFile(
-        worker_local_directory, device_memory_limit=device_memory_limit, memory_limit=memory_limit
-    )
+    return DeviceHostFile(worker_local_directory, **limits)

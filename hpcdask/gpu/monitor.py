@@ -1,28 +1,36 @@
-"""GPUs of a scheduler's workers: their present state, and their use in a run."""
+"""GPUs of a scheduler's workers: their present state as a table, and their use in a run."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dask.utils import format_bytes
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.metrics import time
 from distributed.scheduler import WorkerState
 from tornado.ioloop import PeriodicCallback
 
+from hpcdask.errors import UsageError
+from hpcdask.logs import html_table, text_table
 from hpcdask.spec.records import Record
 
 from .samples import INTERVAL_S, METRIC, READ, GpuSample
 from .usage import GpuUsage, RunUsage, summary
 
+if TYPE_CHECKING:
+    from distributed import Client
+
 #: Name of the monitor among the scheduler's plugins.
 NAME = "hpcdask-gpus"
 #: Seconds for a worker to read its GPU at the end.
 READ_DEADLINE_S = 0.5
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -47,82 +55,172 @@ class GpuState(Record):
     nvlink: float | None = None
     pcie: float | None = None
 
+    def cells(self) -> dict[str, str]:
+        """Return the texts of a table's row by column."""
+        sample = self.sample
+        memory = sample.memory_used, sample.memory_total
+        errors = sample.ecc_corrected, sample.ecc_uncorrected
+        return {
+            "node": sample.host,
+            "GPU": sample.label.rpartition(" ")[2],
+            "model": sample.model or UNKNOWN,
+            "worker": self.worker,
+            "utilisation": _known(sample.utilisation, "{:.0f} %".format),
+            "memory": " of ".join(_known(nbytes, format_bytes) for nbytes in memory),
+            "pool": "" if self.pool is None else format_bytes(self.pool),
+            "power": _known(sample.power_w, "{:.0f} W".format),
+            "clock": _known(sample.clock_mhz, "{} MHz".format),
+            "held back by": _known(sample.held_back, ", ".join),
+            "temperature": _known(sample.temperature_c, "{} °C".format),
+            "NVLink": _known(self.nvlink, _rate),
+            "PCIe": _known(self.pcie, _rate),
+            "ECC errors": UNKNOWN if None in errors else "{} corrected, {} not".format(*errors),
+        }
+
+
+def _known(value: Any, write: Callable[[Any], str]) -> str:
+    return UNKNOWN if value is None else write(value)
+
+
+def _rate(value: float) -> str:
+    return f"{format_bytes(int(value))}/s"
+
+
+class GpuTable(tuple[GpuState, ...]):
+    """Table of the GPUs of a cluster's workers, by node and index.
+
+    A tuple of `hpcdask.gpu.monitor.GpuState`. What NVML does not tell of a GPU, such as the power
+    of a MIG slice, is unknown.
+    """
+
+    def summary(self) -> str:
+        """Return models, memory in use and utilisation of all together, in one line."""
+        samples = [state.sample for state in self]
+        models = Counter(sample.model or "GPU" for sample in samples)
+        names = ", ".join(f"{count} x {model}" for model, count in models.items())
+        used = sum(sample.memory_used or 0 for sample in samples)
+        total = sum(sample.memory_total or 0 for sample in samples)
+        memory = f"{format_bytes(used)} of {format_bytes(total)}" if total else UNKNOWN
+        busy = [sample.utilisation for sample in samples if sample.utilisation is not None]
+        mean = f"{sum(busy) / len(busy):.0f} %" if busy else UNKNOWN
+        return f"{names}, memory {memory}, utilisation {mean}"
+
+    def _rows(self) -> list[list[str]]:
+        rows = [state.cells() for state in self]
+        return [list(rows[0]), *(list(row.values()) for row in rows)]
+
+    def __repr__(self) -> str:
+        return text_table(self._rows()) if self else "no GPU was sampled"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows()) if self else repr(self)
+
+
+def gpus(client: Client | None = None) -> Any:
+    """Return the present state of a cluster's GPUs as a table.
+
+    Parameters
+    ----------
+    client
+        A client of a cluster of this package; by default the current one.
+
+    Returns
+    -------
+    GpuTable
+        Empty where workers compute on the CPU, and for some seconds after the start. With an
+        asynchronous client, an awaitable of it.
+
+    Raises
+    ------
+    UsageError
+        There is no client.
+    """
+    from distributed import default_client
+
+    try:
+        mine = client or default_client()
+    except ValueError as error:
+        raise UsageError(
+            "hpcdask.gpus: there is no client: connect one first, or name it with client="
+        ) from error
+    return mine.sync(_fetch, mine)
+
+
+async def _fetch(client: Client) -> GpuTable:
+    return GpuTable(map(GpuState.from_json, await client.run_on_scheduler(_states)))
+
+
+def _states(dask_scheduler: Any) -> list[dict[str, Any]]:
+    return [state.to_json() for state in monitor_of(dask_scheduler).table()]
+
 
 @dataclass
 class _Gpu:
-    """Record of one GPU: the workers that have it, and since when by `time`."""
+    """Record of one GPU, which `workers` have; `lap` is its use since `GpuMonitor.start_lap`."""
 
     workers: list[WorkerState] = field(default_factory=list)
-    since: float = 0.0
     state: GpuState | None = None
     usage: GpuUsage = field(default_factory=GpuUsage)
     lap: GpuUsage = field(default_factory=GpuUsage)
 
-    def add(self, told: dict[str, Any] | None) -> None:
+    def add(self, told: dict[str, Any]) -> None:
         """Add a sample if it is newer than the last one."""
         before = self.state.sample if self.state else None
-        if told is None or (before and told["time"] <= before.time):
+        if told["time"] <= (before.time if before else 0):
             return
         sample = GpuSample.from_json(told)
-        self.usage.add(before, sample)
-        self.lap.add(before, sample)
+        for usage in (self.usage, self.lap):
+            usage.add(before, sample)
         names = ", ".join(str(ws.name) for ws in self.workers)
         pool = sum((ws.metrics.get("rmm") or {}).get("rmm-total") or 0 for ws in self.workers)
-        nvlink = _rate(before, sample, ("nvlink_sent", "nvlink_received"))
-        pcie = _rate(before, sample, ("pcie_sent", "pcie_received"))
-        self.state = GpuState(sample, names, pool or None, nvlink, pcie)
-
-    def count_time(self) -> None:
-        """Count the time until now in which workers have had the GPU."""
-        now = time()
-        if self.workers:
-            self.usage.held_s += now - self.since
-            self.lap.held_s += now - self.since
-        self.since = now
-
-
-def _rate(before: GpuSample | None, now: GpuSample, names: Iterable[str]) -> float | None:
-    """Return how much counters together rise in a second."""
-    pairs = [(getattr(before, name, None), getattr(now, name)) for name in names]
-    if before is None or any(None in pair for pair in pairs):
-        return None
-    rose: float = sum(end - start for start, end in pairs)
-    return max(0.0, rose / (now.time - before.time))
+        rates = (sample.rate(before, link) for link in ("nvlink", "pcie"))
+        self.state = GpuState(sample, names, pool or None, *rates)
 
 
 class GpuMonitor(SchedulerPlugin):
     """Monitor of the GPUs of a scheduler's workers, present and past."""
 
     name = NAME
+    _scheduler: Scheduler
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self) -> None:
         self._gpus: dict[str, _Gpu] = {}
+        self._counted = time()
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """See `SchedulerPlugin.start`."""
+        self._scheduler = scheduler
         scheduler.periodic_callbacks[NAME] = PeriodicCallback(self._tick, INTERVAL_S * 1000)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """See `SchedulerPlugin.add_worker`."""
         ws = scheduler.workers[worker]
         if told := ws.metrics.get(METRIC):
-            gpu = self._gpus.setdefault(told["uuid"], _Gpu())
-            gpu.count_time()
-            gpu.workers.append(ws)
+            self._count_time()
+            self._gpus.setdefault(told["uuid"], _Gpu()).workers.append(ws)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """See `SchedulerPlugin.remove_worker`."""
+        self._count_time()
         for gpu in self._held():
-            gpu.count_time()
             gpu.workers = [ws for ws in gpu.workers if ws.address != worker]
             if not gpu.workers:  # others may use the GPU meanwhile: that is not of this run
                 gpu.state = None
 
+    def _held(self) -> list[_Gpu]:
+        return [gpu for gpu in self._gpus.values() if gpu.workers]
+
+    def _count_time(self) -> None:
+        """Count the time until now in which workers have had GPUs."""
+        seconds, self._counted = time() - self._counted, time()
+        for gpu in self._held():
+            gpu.usage.held_s += seconds
+            gpu.lap.held_s += seconds
+
     def _tick(self) -> None:
         """Add the samples of the workers' last heartbeats."""
         for gpu in self._held():
-            gpu.add(gpu.workers[0].metrics[METRIC]["sample"])
-
-    def _held(self) -> list[_Gpu]:
-        return [gpu for gpu in self._gpus.values() if gpu.workers]
+            gpu.add(gpu.workers[0].metrics[METRIC])
 
     async def refresh(self) -> None:
         """Ask workers to read their GPUs now; leave out workers that do not answer at once."""
@@ -130,23 +228,20 @@ class GpuMonitor(SchedulerPlugin):
         async def ask(gpu: _Gpu) -> None:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(READ_DEADLINE_S):
-                    call = getattr(self._scheduler.rpc(gpu.workers[0].address), READ)
-                    gpu.add((await call())["sample"])
+                    gpu.add(await getattr(self._scheduler.rpc(gpu.workers[0].address), READ)())
 
         await asyncio.gather(*map(ask, self._held()))
-        for gpu in self._gpus.values():
-            gpu.count_time()
+        self._count_time()
 
-    def states(self) -> list[GpuState]:
+    def table(self) -> GpuTable:
         """Return the present states of the GPUs that workers have, by host and index."""
         states = [gpu.state for gpu in self._held() if gpu.state]
-        return sorted(states, key=lambda one: (one.sample.host, one.sample.index or 0))
+        return GpuTable(sorted(states, key=lambda one: (one.sample.host, one.sample.index or 0)))
 
     def usage(self) -> RunUsage | None:
         """Return the use of all GPUs so far; None if none was sampled."""
-        for gpu in self._gpus.values():
-            gpu.count_time()
-        return summary([gpu.usage for gpu in self._gpus.values()])
+        self._count_time()
+        return summary(gpu.usage for gpu in self._gpus.values())
 
     async def start_lap(self) -> None:
         """Start new sums, beside those of the run."""
@@ -157,22 +252,15 @@ class GpuMonitor(SchedulerPlugin):
     async def lap(self) -> RunUsage | None:
         """Return the use of all GPUs since `start_lap`; None if none was sampled."""
         await self.refresh()
-        return summary([gpu.lap for gpu in self._gpus.values()])
+        return summary(gpu.lap for gpu in self._gpus.values())
 
 
-def monitor_of(scheduler: Any) -> GpuMonitor | None:
-    """Return the monitor of a scheduler; None if it has none."""
-    return None if scheduler is None else scheduler.plugins.get(NAME)
-
-
-async def refresh(scheduler: Scheduler) -> None:
-    """Read the GPUs of a scheduler's workers now."""
-    if (monitor := monitor_of(scheduler)) is not None:
-        await monitor.refresh()
+def monitor_of(scheduler: Any) -> GpuMonitor:
+    """Return the monitor of a scheduler, or one without GPUs."""
+    return (scheduler and scheduler.plugins.get(NAME)) or GpuMonitor()
 
 
 def usage_lines(scheduler: Scheduler) -> list[str]:
     """Return the lines for the user on the GPUs of a run; none where no GPU was sampled."""
-    monitor = monitor_of(scheduler)
-    usage = monitor and monitor.usage()
+    usage = monitor_of(scheduler).usage()
     return usage.lines() if usage else []

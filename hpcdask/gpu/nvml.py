@@ -7,9 +7,9 @@ question until the process ends; starting it once more takes no time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpcdask.errors import DeviceError, MissingExtra
 
@@ -20,14 +20,17 @@ CLOCK_SM, TEMPERATURE_GPU, P2P_NVLINK, MIG_ENABLED = 1, 0, 2, 1
 #: Most links of a GPU; the members of NVML's union of values, by its type of a value.
 MOST_LINKS = 36
 VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-
-
-class Memory(NamedTuple):
-    """Bytes of a device's memory."""
-
-    total: int
-    used: int
-    free: int
+#: NVML's scope for all NVLinks of a GPU together.
+ALL_LINKS = 2**32 - 1
+#: Counters of memory errors and bytes: the number of NVML's field, its scope, and its unit.
+COUNTERS = {
+    "ecc_corrected": (3, 0, 1),
+    "ecc_uncorrected": (4, 0, 1),
+    "pcie_sent": (197, 0, 1),
+    "pcie_received": (198, 0, 1),
+    "nvlink_sent": (138, ALL_LINKS, 1024),
+    "nvlink_received": (139, ALL_LINKS, 1024),
+}
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,21 @@ class Device:
 
     def name(self) -> str:
         """Return the model, or an empty text."""
-        return _text(self.ask("nvmlDeviceGetName") or "")
+        return str(self.ask("nvmlDeviceGetName") or "")
 
     def bus(self) -> str:
         """Return the PCI address. Raises NVML's error of a broken GPU."""
         import pynvml
 
-        return _text(pynvml.nvmlDeviceGetPciInfo(self.card).busId)
+        bus: str = pynvml.nvmlDeviceGetPciInfo(self.card).busId
+        return bus
 
-    def memory(self) -> Memory | None:
-        """Return the device's memory; None if it shares the host's, or NVML does not tell."""
+    def memory(self) -> Any:
+        """Return total, used and free bytes; None if the memory is the host's, or not told."""
         import pynvml
 
-        found = self.ask("nvmlDeviceGetMemoryInfo", getattr(pynvml, "nvmlMemory_v2", None))
-        found = found or self.ask("nvmlDeviceGetMemoryInfo")
-        return found and Memory(int(found.total), int(found.used), int(found.free))
+        known = self.ask("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2)
+        return known or self.ask("nvmlDeviceGetMemoryInfo")  # an old driver
 
     def processes(self) -> dict[int, int | None]:
         """Return the bytes of each process that computes on the device, by process id."""
@@ -91,18 +94,20 @@ class Device:
 
     def clock_limits(self) -> int | None:
         """Return the bits of the reasons that hold the clocks back."""
-        limits: int | None = self.ask_card("nvmlDeviceGetCurrentClocksEventReasons")
-        if limits is None:  # the name that drivers before 535 know
-            limits = self.ask_card("nvmlDeviceGetCurrentClocksThrottleReasons")
-        return limits
+        bits: int | None = self.ask_card("nvmlDeviceGetCurrentClocksEventReasons")
+        # the name that drivers before 535 know
+        return bits or self.ask_card("nvmlDeviceGetCurrentClocksThrottleReasons")
 
-    def fields(self, numbers: Collection[tuple[int, int]]) -> list[Any]:
-        """Return the values of fields by NVML's number and scope, None for unknown ones."""
-        found = self.ask("nvmlDeviceGetFieldValues", tuple(numbers)) or ()
-        values = [
-            None if one.nvmlReturn else getattr(one.value, VALUES[one.valueType]) for one in found
-        ]
-        return values or [None] * len(numbers)
+    def counters(self) -> dict[str, int | None]:
+        """Return the `COUNTERS` by name, None for those that NVML does not tell."""
+        numbers = tuple((number, scope) for number, scope, _ in COUNTERS.values())
+        answers = self.ask("nvmlDeviceGetFieldValues", numbers) or [None] * len(numbers)
+        return {
+            name: None
+            if answer is None or answer.nvmlReturn
+            else unit * getattr(answer.value, VALUES[answer.valueType])
+            for (name, (*_, unit)), answer in zip(COUNTERS.items(), answers, strict=True)
+        }
 
 
 def cards() -> tuple[list[list[Device]], list[DeviceError]]:
@@ -119,7 +124,7 @@ def cards() -> tuple[list[list[Device]], list[DeviceError]]:
         parts: list[Device] = []
         try:
             handle = package.nvmlDeviceGetHandleByIndex(index)
-            card = Device(_uuid(handle), handle, handle)
+            card = Device(package.nvmlDeviceGetUUID(handle), handle, handle)
             bus = card.bus()
             parts = list(_parts(card))
         except package.NVMLError_NoPermission:
@@ -139,24 +144,19 @@ def whole_gpus() -> list[Device]:
 
 def device(uuid: str) -> Device | None:
     """Return a GPU or MIG slice; None if NVML does not show it. Raises as `_start`."""
-    if (package := _start()) is None:
+    if _start() is None or not (handle := _ask("nvmlDeviceGetHandleByUUID", uuid)):
         return None
-    with contextlib.suppress(package.NVMLError):
-        handle = package.nvmlDeviceGetHandleByUUID(uuid)
-        found = Device(uuid, handle, handle)
-        if found.is_slice:
-            card = found.ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle")
-            found = Device(uuid, handle, card or handle)
-        return found
-    return None
+    is_slice = uuid.startswith("MIG-")
+    card = is_slice and _ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+    return Device(uuid, handle, card or handle)
 
 
 def versions() -> tuple[str, tuple[int, int]] | None:
     """Return the driver's version and the newest CUDA that it runs, such as (13, 0), or None."""
     if (package := _start()) is None:
         return None
-    cuda = int(package.nvmlSystemGetCudaDriverVersion_v2())
-    return _text(package.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10)
+    cuda = package.nvmlSystemGetCudaDriverVersion_v2()
+    return package.nvmlSystemGetDriverVersion(), (cuda // 1000, cuda % 1000 // 10)
 
 
 def _start() -> Any:
@@ -193,7 +193,7 @@ def _parts(card: Device) -> Iterator[Device]:
         return
     for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(card.handle)):
         if part := card.ask("nvmlDeviceGetMigDeviceHandleByIndex", index):
-            yield Device(_uuid(part), part, card.handle)
+            yield Device(pynvml.nvmlDeviceGetUUID(part), part, card.handle)
 
 
 def _ask(call: str, *arguments: Any) -> Any:
@@ -202,14 +202,3 @@ def _ask(call: str, *arguments: Any) -> Any:
     with contextlib.suppress(AttributeError, pynvml.NVMLError):  # an older package, or driver
         return getattr(pynvml, call)(*arguments)
     return None
-
-
-def _uuid(handle: Any) -> str:
-    import pynvml
-
-    return _text(pynvml.nvmlDeviceGetUUID(handle))
-
-
-def _text(value: str | bytes) -> str:
-    """Decode a text of NVML, which is bytes in some versions of its package."""
-    return value.decode() if isinstance(value, bytes) else value

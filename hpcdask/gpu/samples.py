@@ -17,7 +17,7 @@ from hpcdask.errors import HpcdaskError
 from hpcdask.spec.records import Record
 
 from . import nvml
-from .nvml import CLOCK_SM, TEMPERATURE_GPU, Device
+from .nvml import CLOCK_SM, TEMPERATURE_GPU
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -30,17 +30,6 @@ REASONS = {
     0x20: "temperature (software)",
     0x40: "temperature (hardware)",
     0x80: "power brake",
-}
-#: NVML's scope for all NVLinks of a GPU together.
-ALL_LINKS = 2**32 - 1
-#: Counters by their names here: the number of NVML's field, its scope, and its unit in ours.
-COUNTERS = {
-    "ecc_corrected": (3, 0, 1),
-    "ecc_uncorrected": (4, 0, 1),
-    "pcie_sent": (197, 0, 1),
-    "pcie_received": (198, 0, 1),
-    "nvlink_sent": (138, ALL_LINKS, 1024),
-    "nvlink_received": (139, ALL_LINKS, 1024),
 }
 #: Seconds between two readings. One of an H100 at work takes 7 ms.
 INTERVAL_S = 1.0
@@ -93,31 +82,36 @@ class GpuSample(Record):
     @property
     def label(self) -> str:
         """Name the GPU for people: ``node1 GPU 3``."""
-        which = self.uuid if self.index is None or self.uuid.startswith("MIG") else self.index
-        return f"{self.host} GPU {which}"
+        is_slice = self.index is None or self.uuid.startswith("MIG-")
+        return f"{self.host} GPU {self.uuid if is_slice else self.index}"
+
+    def rise(self, before: GpuSample | None, counter: str) -> float | None:
+        """Return the rise of a counter since an earlier sample; None if the counter is unknown."""
+        now, earlier = getattr(self, counter), getattr(before, counter, None)
+        if now is None:
+            return None
+        return 0 if earlier is None else max(0, now - earlier)
+
+    def rate(self, before: GpuSample | None, link: str) -> float | None:
+        """Return the bytes per second that a link has sent and received since an earlier sample."""
+        rises = [self.rise(before, f"{link}_{way}") for way in ("sent", "received")]
+        if before is None or None in rises:
+            return None
+        return sum(filter(None, rises)) / (self.time - before.time)
 
 
 def read_sample(uuid: str) -> GpuSample | None:
     """Return what NVML tells of a GPU now; None if NVML does not show it."""
-    device = _find(uuid)
-    return _sample(device) if device else None
-
-
-def _find(uuid: str) -> Device | None:
+    device = None
     with contextlib.suppress(HpcdaskError):  # no package or no driver: none is needed to compute
-        return nvml.device(uuid)
-    return None
-
-
-def _sample(device: Device) -> GpuSample:
-    ask, memory = device.ask, device.memory()
-    rates, power = ask("nvmlDeviceGetUtilizationRates"), ask("nvmlDeviceGetPowerUsage")
-    energy = ask("nvmlDeviceGetTotalEnergyConsumption")
-    reasons = device.clock_limits()
-    told = device.fields([(number, scope) for number, scope, _ in COUNTERS.values()])
-    counters = zip(COUNTERS.items(), told, strict=True)
+        device = nvml.device(uuid)
+    if device is None:
+        return None
+    ask, memory, reasons = device.ask, device.memory(), device.clock_limits()
+    rates = ask("nvmlDeviceGetUtilizationRates")
+    power, energy = ask("nvmlDeviceGetPowerUsage"), ask("nvmlDeviceGetTotalEnergyConsumption")
     return GpuSample(
-        uuid=device.uuid,
+        uuid=uuid,
         time=time.time(),
         host=socket.gethostname(),
         index=ask("nvmlDeviceGetIndex"),
@@ -130,26 +124,18 @@ def _sample(device: Device) -> GpuSample:
         clock_mhz=ask("nvmlDeviceGetClockInfo", CLOCK_SM),
         held_back=None if reasons is None else [REASONS[bit] for bit in REASONS if reasons & bit],
         temperature_c=ask("nvmlDeviceGetTemperature", TEMPERATURE_GPU),
-        **{name: value and value * unit for (name, (*_, unit)), value in counters},
+        **device.counters(),
     )
 
 
-def sample_of(uuid: str) -> dict[str, Any]:
-    """Return what a GPU does now, as JSON; empty where NVML does not show it."""
-    sample = read_sample(uuid)
-    return {} if sample is None else sample.to_json()
-
-
 class GpuReporter:
-    """Reporter of a worker's GPU: of its UUID at once, of a sample a second from `start` on."""
+    """Reporter of a worker's GPU: the last sample is among its metrics, at first an empty one."""
 
     def __init__(self, worker: Worker, uuid: str) -> None:
-        self._uuid = uuid
-        self._device: Device | None = None
-        self._sample: GpuSample | None = None
+        self._sample = GpuSample(uuid, 0.0, socket.gethostname())
         self._stopped = threading.Event()
         worker.handlers[READ] = self.read
-        worker.metrics[METRIC] = self.latest
+        worker.metrics[METRIC] = lambda worker: self._sample.to_json()
 
     def start(self) -> None:
         """Start to read the GPU once a second, in a thread."""
@@ -160,20 +146,17 @@ class GpuReporter:
         self._stopped.set()
 
     def _run(self) -> None:
-        while self._read() is not None and not self._stopped.wait(INTERVAL_S):
+        while self._read() and not self._stopped.wait(INTERVAL_S):
             pass
 
-    def _read(self) -> GpuSample | None:
-        self._device = self._device or _find(self._uuid)
-        if self._device is not None:
-            self._sample = _sample(self._device)
-        return self._sample
-
-    def latest(self, worker: Worker | None = None) -> dict[str, Any]:
-        """Return the GPU's UUID, and its last sample or None."""
-        return {"uuid": self._uuid, "sample": self._sample and self._sample.to_json()}
+    def _read(self) -> bool:
+        """Read the GPU; return whether NVML shows it."""
+        if (sample := read_sample(self._sample.uuid)) is None:
+            return False
+        self._sample = sample
+        return True
 
     async def read(self) -> dict[str, Any]:
-        """Read the GPU now, and return what `latest` does."""
+        """Read the GPU now, and return the sample."""
         await asyncio.to_thread(self._read)
-        return self.latest()
+        return self._sample.to_json()

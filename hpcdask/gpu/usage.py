@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dask.utils import format_bytes
@@ -21,12 +21,12 @@ IDLE, LEAST_S = 5.0, 10.0
 #: GPUs that a line names.
 NAMED = 8
 JOULES_PER_KWH = 3.6e6
-COUNTERS = ("energy_j", "nvlink_sent", "ecc_corrected", "ecc_uncorrected")
+RISING = ("energy_j", "nvlink_sent", "ecc_corrected", "ecc_uncorrected")
 
 
 @dataclass
 class GpuUsage:
-    """Sums of one GPU: seconds held by a worker, seconds sampled, and rises of counters."""
+    """Sums of one GPU: seconds held by a worker, seconds sampled, and rises of known counters."""
 
     label: str = ""
     model: str = ""
@@ -35,11 +35,8 @@ class GpuUsage:
     busy_s: float | None = None
     peak_memory: int | None = None
     memory_total: int | None = None
-    energy_j: float | None = None
-    nvlink_sent: float | None = None
-    ecc_corrected: float | None = None
-    ecc_uncorrected: float | None = None
-    held_back_s: dict[str, float] = field(default_factory=dict)
+    held_back_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    rises: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, before: GpuSample | None, now: GpuSample) -> None:
         """Add a sample, and the rise of the counters since the one before."""
@@ -52,29 +49,18 @@ class GpuUsage:
         if now.utilisation is not None:
             self.busy_s = (self.busy_s or 0.0) + seconds * now.utilisation / 100
         for reason in now.held_back or ():
-            self.held_back_s[reason] = self.held_back_s.get(reason, 0.0) + seconds
-        for name in COUNTERS:
-            if (value := getattr(now, name)) is not None:
-                earlier = value if before is None else getattr(before, name) or 0
-                setattr(self, name, (getattr(self, name) or 0) + max(0, value - earlier))
+            self.held_back_s[reason] += seconds
+        for name in RISING:
+            if (rise := now.rise(before, name)) is not None:
+                self.rises[name] += rise
 
 
 @dataclass(frozen=True)
 class RunUsage(Record):
     """Use of all GPUs of a run together; None where NVML did not tell.
 
-    Attributes
-    ----------
-    models
-        Number of GPUs of each model.
-    utilisation
-        Mean, in percent.
-    peak_memory, memory_total
-        Bytes of the GPU that had most in use.
-    nvlink_bytes
-        Sent over NVLink by all.
-    problems
-        One line each, with the GPUs.
+    `models` has the number of GPUs of each model. `utilisation` is the mean in percent, and
+    `peak_memory` of the GPU that had most in use. `problems` are one line each, with the GPUs.
     """
 
     models: dict[str, int]
@@ -98,66 +84,59 @@ class RunUsage(Record):
             "over NVLink": "" if nvlink is None else format_bytes(int(nvlink)),
         }
 
-    def line(self) -> str:
-        """Return everything but the problems in one line."""
-        models = ", ".join(f"{count} x {model}" for model, count in self.models.items())
-        hours, busy, peak, energy, nvlink = (one or "unknown" for one in self.cells().values())
-        line = (
-            f"{models}, {hours} GPU hours, mean utilisation {busy}, peak memory {peak}, "
-            f"energy {energy}"
-        )
-        return line if self.nvlink_bytes is None else f"{line}, {nvlink} over NVLink"
-
     def lines(self) -> list[str]:
         """Return the lines for the user at the end of a run."""
-        return [f"GPUs: {self.line()}", *(f"warning: {one}" for one in self.problems)]
+        models = ", ".join(f"{count} x {model}" for model, count in self.models.items())
+        hours, busy, peak, energy, nvlink = (text or "unknown" for text in self.cells().values())
+        line = f"GPUs: {models}, {hours} GPU hours, mean utilisation {busy}, peak memory {peak}"
+        line += f", energy {energy}"
+        line += "" if self.nvlink_bytes is None else f", {nvlink} over NVLink"
+        return [line, *(f"warning: {problem}" for problem in self.problems)]
 
 
-def summary(gpus: Sequence[GpuUsage]) -> RunUsage | None:
+def summary(gpus: Iterable[GpuUsage]) -> RunUsage | None:
     """Return the sums over GPUs; None if none was sampled."""
-    gpus = [one for one in gpus if one.label]
+    gpus = [gpu for gpu in gpus if gpu.label]
     if not gpus:
         return None
-    known = [one for one in gpus if one.busy_s is not None and one.sampled_s]
-    seconds = sum(one.sampled_s for one in known)
-    fullest = max(gpus, key=lambda one: one.peak_memory or 0)
-    energy = _total(one.energy_j for one in gpus)
+    known = [gpu for gpu in gpus if gpu.busy_s is not None and gpu.sampled_s]
+    seconds = sum(gpu.sampled_s for gpu in known)
+    fullest = max(gpus, key=lambda gpu: gpu.peak_memory or 0)
+    energy = _total(gpus, "energy_j")
     return RunUsage(
-        models=dict(Counter(one.model for one in gpus)),
-        gpu_hours=sum(one.held_s for one in gpus) / 3600,
-        utilisation=100 * sum(one.busy_s or 0 for one in known) / seconds if seconds else None,
+        models=dict(Counter(gpu.model for gpu in gpus)),
+        gpu_hours=sum(gpu.held_s for gpu in gpus) / 3600,
+        utilisation=100 * sum(gpu.busy_s or 0 for gpu in known) / seconds if seconds else None,
         peak_memory=fullest.peak_memory,
         memory_total=fullest.memory_total,
         energy_kwh=None if energy is None else energy / JOULES_PER_KWH,
-        nvlink_bytes=_total(one.nvlink_sent for one in gpus),
-        problems=_problems(gpus),
+        nvlink_bytes=_total(gpus, "nvlink_sent"),
+        problems=list(_problems(gpus)),
     )
 
 
-def _total(values: Iterable[float | None]) -> float | None:
+def _total(gpus: Sequence[GpuUsage], counter: str) -> float | None:
     """Return the sum; None if a GPU does not tell its part."""
-    known = list(values)
-    return None if None in known else sum(filter(None, known))
+    if any(counter not in gpu.rises for gpu in gpus):
+        return None
+    return sum(gpu.rises[counter] for gpu in gpus)
 
 
-def _problems(gpus: Sequence[GpuUsage]) -> list[str]:
-    found = []
-    for reason in sorted({reason for one in gpus for reason in one.held_back_s}):
-        parts = {one.label: one.held_back_s.get(reason, 0.0) / (one.sampled_s or 1) for one in gpus}
+def _problems(gpus: Sequence[GpuUsage]) -> Iterator[str]:
+    for reason in sorted({reason for gpu in gpus for reason in gpu.held_back_s}):
+        parts = {gpu.label: gpu.held_back_s[reason] / (gpu.sampled_s or 1) for gpu in gpus}
         least = HELD_BACK.get(reason, SELDOM)
         if often := {label: part for label, part in parts.items() if part >= least}:
-            text = f"clocks were held back by {reason}, up to {max(often.values()):.0%} of the time"
-            found.append(f"{text.replace('%', ' %')}: {_names(often)}")
-    for name, what in (("ecc_uncorrected", "uncorrected"), ("ecc_corrected", "corrected")):
-        errors = {one.label: int(getattr(one, name)) for one in gpus if getattr(one, name)}
+            most = f"{100 * max(often.values()):.0f} %"
+            yield f"clocks were held back by {reason}, up to {most} of the time: {_names(often)}"
+    for kind in ("uncorrected", "corrected"):
+        errors = {gpu.label: n for gpu in gpus if (n := int(gpu.rises.get(f"ecc_{kind}", 0)))}
         if errors:
-            count = plural(sum(errors.values()), f"{what} ECC error")
-            found.append(f"{count} of memory: {_names(errors)}")
-    sampled = [one for one in gpus if one.sampled_s >= LEAST_S and one.busy_s is not None]
-    idle = [one.label for one in sampled if 100 * (one.busy_s or 0) < IDLE * one.sampled_s]
-    if idle:
-        found.append(f"idle, with a mean utilisation below {IDLE:.0f} %: {_names(idle)}")
-    return found
+            count = plural(sum(errors.values()), f"{kind} ECC error")
+            yield f"{count} of memory: {_names(errors)}"
+    sampled = [gpu for gpu in gpus if gpu.sampled_s >= LEAST_S and gpu.busy_s is not None]
+    if idle := [gpu.label for gpu in sampled if 100 * (gpu.busy_s or 0) < IDLE * gpu.sampled_s]:
+        yield f"idle, with a mean utilisation below {IDLE:.0f} %: {_names(idle)}"
 
 
 def _names(labels: Iterable[str]) -> str:

@@ -118,7 +118,7 @@ class DeviceWorker(PeerWorker):
 
     async def execute(self, key: Key, *, stimulus_id: str) -> Any:
         """Run a Dask task, and survive `sys.exit`, a full device, and a broken context."""
-        self._first_use.stop()
+        self._first_use.stopped.set()
         try:
             if error := failures.unreadable_input(self, key):
                 return failures.failed(self, key, error, stimulus_id)
@@ -180,7 +180,7 @@ class DeviceWorker(PeerWorker):
 
     async def close(self, *args: Any, **kwargs: Any) -> Any:
         """Close, without complaints about what is closed already."""
-        self._first_use.stop()
+        self._first_use.stopped.set()
         if self._reporter is not None:
             self._reporter.stop()
         set_log_level("CRITICAL")

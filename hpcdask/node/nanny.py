@@ -74,11 +74,12 @@ class BoundNanny(Nanny):
         )
         gpu: dict[str, Any] = {}
         if uuid := self._own_env.get("CUDA_VISIBLE_DEVICES"):
-            from hpcdask.gpu.samples import sample_of
+            from hpcdask.gpu.samples import read_sample
 
             with contextlib.suppress(Exception):  # a driver that hangs or fails hides nothing else
                 async with asyncio.timeout(ANSWER_S):
-                    gpu = await asyncio.to_thread(sample_of, uuid)
+                    sample = await asyncio.to_thread(read_sample, uuid)
+                    gpu = sample.to_json() if sample else {}
         return {
             "name": str(self.name),
             "host": socket.gethostname(),

@@ -19,8 +19,7 @@ from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.bootstrap.supervisor import CONTEXT
 from hpcdask.client.defaults import send_at_once
 from hpcdask.comm.warmup import TOPIC
-from hpcdask.gpu.devices import start_nvml
-from hpcdask.gpu.monitor import GpuMonitor, refresh, usage_lines
+from hpcdask.gpu.monitor import GpuMonitor, monitor_of, usage_lines
 from hpcdask.logs import set_log_level
 from hpcdask.process import make_observable
 from hpcdask.security import ports, webserver
@@ -66,7 +65,6 @@ def main(
 ) -> None:
     """Serve until the rank says so or is gone. Runs in a process of its own."""
     set_log_level()
-    start_nvml()
     # it moves to another, which the run's first line names
     warnings.filterwarnings("ignore", message="Port .* is already in use", category=UserWarning)
     # As the `dask scheduler` command does: a graph is many small objects, none of them garbage.
@@ -84,7 +82,7 @@ async def _main(sock: socket.socket, options: dict[str, Any]) -> None:
         webserver.add_lazy_dashboard(scheduler)
         scheduler.add_plugin(_WorkerReporter(channel.send))
         cull_by_layer()
-        scheduler.add_plugin(GpuMonitor(scheduler))
+        scheduler.add_plugin(GpuMonitor())
         await scheduler
     except Exception as error:
         what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -109,7 +107,7 @@ async def _obey(scheduler: Scheduler, channel: MessageStream) -> None:
     async for order in channel:
         set_log_level("CRITICAL")
         if isinstance(order, link.EndSoon) and order.usage:
-            await refresh(scheduler)
+            await monitor_of(scheduler).refresh()
             channel.send(link.GpuUsageTold(usage_lines(scheduler)))
     set_log_level("CRITICAL")
     await scheduler.close(reason="the run is over")

@@ -88,7 +88,7 @@ def nvmlInit():
 
 
 def nvmlSystemGetDriverVersion():
-    return b"580.65.06"
+    return "580.65.06"
 
 
 def nvmlSystemGetCudaDriverVersion_v2():

@@ -13,9 +13,8 @@ import hpcdask
 from hpcdask.errors import UsageError
 from hpcdask.gpu import monitor as monitoring
 from hpcdask.gpu import samples
-from hpcdask.gpu.monitor import GpuMonitor, monitor_of, usage_lines
+from hpcdask.gpu.monitor import GpuMonitor, GpuTable, monitor_of, usage_lines
 from hpcdask.gpu.samples import GpuReporter
-from hpcdask.gpu.table import GpuTable
 from launching import until
 
 LOCAL = {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"}
@@ -51,7 +50,7 @@ def nvml(nvml, monkeypatch):
 async def cluster(*uuids: str | None) -> AsyncIterator[tuple[Scheduler, list[Worker]]]:
     """A scheduler with a monitor, and workers that say that they have these GPUs."""
     scheduler = Scheduler(dashboard=False, **LOCAL)
-    scheduler.add_plugin(GpuMonitor(scheduler))
+    scheduler.add_plugin(GpuMonitor())
     async with scheduler, AsyncExitStack() as stack:
         workers = []
         for number, uuid in enumerate(uuids):
@@ -67,7 +66,7 @@ async def cluster(*uuids: str | None) -> AsyncIterator[tuple[Scheduler, list[Wor
 async def sampled(scheduler: Scheduler, count: int) -> GpuMonitor:
     """Wait until so many GPUs were sampled."""
     await until(
-        lambda: len(GpuTable.of(scheduler)) == count and monitor_of(scheduler).usage(),
+        lambda: len(monitor_of(scheduler).table()) == count and monitor_of(scheduler).usage(),
         30,
         "samples",
     )
@@ -83,7 +82,7 @@ def test_from_nvml_to_the_table(nvml):
             monitor = await sampled(scheduler, 3)
             nvml([{**NODE[0], "now": {**NOW, "energy": 9_360_000}}, *NODE[1:]])
             await monitor.refresh()
-            table = GpuTable.of(scheduler)
+            table = monitor_of(scheduler).table()
             by = {one.sample.uuid: one for one in table}
             fetched = await hpcdask.gpus(client)
             assert isinstance(fetched, GpuTable)
@@ -129,12 +128,12 @@ def test_two_workers_share_a_gpu_and_one_is_gone(nvml):
     async def run() -> None:
         async with cluster("GPU-a", "GPU-b", "GPU-a") as (scheduler, workers):
             await sampled(scheduler, 2)
-            table = GpuTable.of(scheduler)
+            table = monitor_of(scheduler).table()
             assert [one.worker for one in table] == ["w0, w2", "w1"]
             await workers[0].close()
             await workers[1].close()
-            await until(lambda: GpuTable.of(scheduler)[0].worker == "w2", 30, "its samples")
-            assert len(GpuTable.of(scheduler)) == 1
+            await until(lambda: monitor_of(scheduler).table()[0].worker == "w2", 30, "its samples")
+            assert len(monitor_of(scheduler).table()) == 1
             assert monitor_of(scheduler).usage().models == {"NVIDIA H100": 2}, "what was used stays"
 
     asyncio.run(run())

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from hpcdask.gpu import samples
 from hpcdask.gpu.samples import GpuSample, read_sample
 from hpcdask.gpu.usage import GpuUsage, RunUsage, summary
 
@@ -59,7 +58,6 @@ def test_a_gpu_that_nvml_does_not_show(nvml, monkeypatch, uuid):
     if uuid == "without a driver":
         monkeypatch.delenv("FAKE_NVML")
     assert read_sample(uuid) is None
-    assert samples.sample_of(uuid) == {}
 
 
 # Sums over a run
@@ -118,9 +116,8 @@ def test_what_a_slice_does_not_tell():
     )
     usage = summary([used(sample(0, **unknown), sample(100, **unknown))])
     assert usage.problems == []
-    assert usage.line() == (
-        "1 x H100, 0.0278 GPU hours, mean utilisation unknown, peak memory unknown, energy unknown"
-    )
+    text = "mean utilisation unknown, peak memory unknown, energy unknown"
+    assert usage.lines() == [f"GPUs: 1 x H100, 0.0278 GPU hours, {text}"]
     assert summary([]) is None
     assert summary([GpuUsage(held_s=3)]) is None
 

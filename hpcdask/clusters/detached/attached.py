@@ -20,7 +20,7 @@ from hpcdask.clusters.cluster import JobCluster
 from hpcdask.clusters.display import JobTable, age
 from hpcdask.clusters.keywords import seconds
 from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, UsageError, root_cause
-from hpcdask.gpu.table import GpuTable
+from hpcdask.gpu.monitor import GpuTable
 from hpcdask.jobs import detached
 from hpcdask.jobs.detached import ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
