@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,15 +12,16 @@ from hpcdask.node.observe import Frame, ProcessView, ThreadView
 
 from .look import Report, WorkerLook
 
-#: Functions below which a stack is a Dask task's own, seen in distributed 2026.7, and files on the
-#: way there.
-TASK = ("_run_task_simple", "_run_actor")
-WAYS = ("dask/_task_spec.py", "hpcdask/client/gang.py")
+#: Functions below which a stack is a Dask task's own, seen in distributed 2026.7, and the file on
+#: the way there.
+TASK, TASK_SPEC = ("_run_task_simple", "_run_actor"), "dask/_task_spec.py"
+#: Function of hpcdask that calls a rank of a gang.
 GANG = "call_rank"
 #: Parts of paths that are not the user's own.
 LIBRARIES = ("distributed/", "lib/python", "python3.", "asyncio/", "hpcdask/")
 #: Files in which an event loop waits for messages.
-IDLE = ("selectors.py", "asyncio/base_events.py")
+LOOP = "asyncio/base_events.py"
+IDLE = ("selectors.py", LOOP)
 #: Texts for states of workers.
 STATES = {
     "gone": "have no process",
@@ -30,110 +31,100 @@ STATES = {
 }
 #: Share of looks from which on a process computes.
 BUSY = 0.7
+#: Seconds since the start of Dask tasks, None if unknown.
+Tasks = dict[str, float | None]
 
 
 @dataclass
 class Block:
-    """Workers with the same stack.
+    """Workers, by name, with the same stack.
 
     `frames` are innermost first, those of a Dask task without Dask's own; `what` says what the
-    workers do if there are no frames. `keys` has their Dask tasks, with the seconds since the start
-    of each where that is known.
+    workers do if there are no frames.
     """
 
     what: str
     frames: list[Frame]
-    workers: list[WorkerLook]
-    keys: list[tuple[str, float | None]] = field(default_factory=list)
-    in_gang: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        """Names of its workers."""
-        return [one.name for one in self.workers]
+    workers: dict[str, WorkerLook] = field(default_factory=dict)
+    tasks: Tasks = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """Number of its Dask tasks, or of its workers where they are not known."""
-        return len(self.keys) or len(self.workers)
+        return len(self.tasks) or len(self.workers)
+
+    @property
+    def in_gang(self) -> bool:
+        """Return whether its Dask tasks are ranks of a gang."""
+        return any(frame.function == GANG for frame in self.frames)
 
     @property
     def is_busy(self) -> bool:
         """Return whether one of its workers computes."""
-        return any(one.process.busy >= BUSY for one in self.workers)
+        return any(worker.process.busy >= BUSY for worker in self.workers.values())
+
+    def silent(self, *, busy: bool) -> dict[str, WorkerLook]:
+        """Return the workers that do not answer, and compute or not."""
+        return {
+            name: worker
+            for name, worker in self.workers.items()
+            if worker.state == "silent" and (worker.process.busy >= BUSY) == busy
+        }
 
     def longest(self) -> tuple[str, float | None]:
         """Return the Dask task that runs for longest."""
-        return max(self.keys, key=lambda one: one[1] or 0.0)
+        return max(self.tasks.items(), key=lambda task: task[1] or 0.0)
 
 
 def blocks(report: Report) -> list[Block]:
     """Return all workers that were reached, the largest blocks first."""
     found: dict[Any, Block] = {}
     for worker in report.workers:
-        for block in _blocks_of(worker, report):
-            same = (block.what, tuple(map(str, own(block.frames))), block.in_gang)
-            known = found.setdefault(same, block)
-            if known is not block:
-                known.workers += [worker] if worker is not known.workers[-1] else []
-                known.keys += block.keys
+        for what, frames, tasks in _activities(worker, report):
+            block = Block(what, frames)
+            same = (what, tuple(map(str, own(frames))), block.in_gang)
+            block = found.setdefault(same, block)
+            block.workers[worker.name] = worker
+            block.tasks |= tasks
     return sorted(found.values(), key=lambda one: (not one.frames, -len(one.workers)))
 
 
-def _blocks_of(worker: WorkerLook, report: Report) -> list[Block]:
-    """Return a block for each Dask task of a worker, or one for the worker."""
-    process, what = worker.process, STATES.get(worker.state, "")
-    found = [
-        Block(
-            what,
-            frames,
-            [worker],
-            _key_of(worker, thread, report),
-            in_gang=any(frame.function == GANG for frame in thread.frames),
-        )
-        for thread in process.threads
-        if (frames := _task_frames(thread)) is not None
-    ]
-    if found:
-        return found
-    thread = loop_thread(process)
-    if worker.work is None and thread is not None and not is_waiting(thread):
-        return [Block(what, thread.frames, [worker])]
-    fetches = (worker.work or {}).get("fetches_from")
-    idle = "fetch data from other workers" if fetches else "run no Dask task"
-    return [Block(what or idle, [], [worker])]
+def _activities(worker: WorkerLook, report: Report) -> Iterator[tuple[str, list[Frame], Tasks]]:
+    """Yield what each Dask task of a worker does, or else what the worker does."""
+    what, is_idle = STATES.get(worker.state, ""), True
+    for thread in worker.process.threads:
+        ends = [place for place, frame in enumerate(thread.frames) if frame.function in TASK]
+        if ends:
+            frames = thread.frames[: ends[0]]
+            while frames and frames[-1].file.endswith(TASK_SPEC):
+                frames.pop()
+            yield what, frames, _task_of(worker, thread, report)
+            is_idle = False
+    loop = loop_thread(worker.process)
+    if is_idle and not worker.work and loop and not is_waiting(loop):
+        yield what, loop.frames, {}
+    elif is_idle and worker.work.get("fetches_from"):
+        yield what or "fetch data from other workers", [], {}
+    elif is_idle:
+        yield what or "run no Dask task", [], {}
 
 
-def _task_frames(thread: ThreadView) -> list[Frame] | None:
-    """Return a Dask task's own part of a thread's stack; None where the thread runs none."""
-    ends = [place for place, frame in enumerate(thread.frames) if frame.function in TASK]
-    if not ends:
-        return None
-    frames = thread.frames[: ends[0]]
-    while frames and frames[-1].file.endswith(WAYS):
-        frames = frames[:-1]
-    return frames
-
-
-def _key_of(
-    worker: WorkerLook, thread: ThreadView, report: Report
-) -> list[tuple[str, float | None]]:
+def _task_of(worker: WorkerLook, thread: ThreadView, report: Report) -> Tasks:
     """Return the Dask task of a thread with its seconds, by the worker or else the scheduler."""
-    work = worker.work or {}
-    if key := work.get("running", {}).get(str(thread.ident)):
-        return [(key, work.get("seconds", {}).get(key))]
-    if seen := report.known_workers.get(worker.name):
-        running = {**dict.fromkeys(seen["processing"]), **seen["seconds"]}
+    if key := worker.work.get("running", {}).get(str(thread.ident)):
+        return {key: worker.work["seconds"].get(key)}
+    if known := report.known_workers.get(worker.name):
+        running = {**dict.fromkeys(known["processing"]), **known["seconds"]}
         if len(running) == 1:
             ((key, seconds),) = running.items()
-            return [(key, seconds and seconds + seen["silent_s"])]
-    return []
+            return {key: seconds and seconds + known["silent_s"]}
+    return {}
 
 
 def loop_thread(process: ProcessView) -> ThreadView | None:
     """Return the thread of a worker's or scheduler's event loop."""
     for thread in process.threads:
-        if any(frame.file.endswith("asyncio/base_events.py") for frame in thread.frames):
+        if any(frame.file.endswith(LOOP) for frame in thread.frames):
             return thread
     return None
 
@@ -141,8 +132,7 @@ def loop_thread(process: ProcessView) -> ThreadView | None:
 def main_thread(process: ProcessView) -> ThreadView | None:
     """Return the thread of a program: the one that began with a module."""
     for thread in process.threads:
-        outermost = thread.frames[-1].function if thread.frames else ""
-        if outermost == "<module>" or outermost.startswith("_run_module"):
+        if thread.frames and thread.frames[-1].function.startswith(("<module>", "_run_module")):
             return thread
     return process.threads[-1] if process.threads else None
 
@@ -159,8 +149,9 @@ def own(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 def place(frames: Sequence[Frame]) -> str:
     """Return the innermost line that is the user's own, or at least not of Python or Dask."""
-    frame = next(iter(own(frames)), None)
-    return "?" if frame is None else f"{frame}: {frame.text}" if frame.text else str(frame)
+    for frame in own(frames):
+        return f"{frame}: {frame.text}" if frame.text else str(frame)
+    return "?"
 
 
 def duration(seconds: float | None) -> str:

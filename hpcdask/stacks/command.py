@@ -8,14 +8,10 @@ import dataclasses
 import json
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import click
 
 from hpcdask.spec.argv import folder_option
-
-if TYPE_CHECKING:
-    from hpcdask.jobs.logs import LogLine
 
 #: Seconds between two looks.
 LOOK_S = 1.0
@@ -50,7 +46,7 @@ def stacks(base: str | None, as_json: bool, name: str | None) -> None:
         click.echo(json.dumps(content, indent=2, default=str))
     else:
         click.echo("\n".join(lines(report)))
-    if not report.workers and report.work is None:
+    if not report.workers and not report.work:
         sys.exit(1)
 
 
@@ -74,7 +70,7 @@ def logs(base: str | None, follow: bool, lines: int | None, name: str | None) ->
 
     reader = reader_of(name, base)
     if name is None:
-        say(f"the logs of {reader.of}")
+        say(f"the logs of {reader.name}")
     found = reader.read()
     if reader.silent:
         again = " ".join(["hpcdask stacks", *filter(None, [name])])
@@ -85,14 +81,12 @@ def logs(base: str | None, follow: bool, lines: int | None, name: str | None) ->
         say(f"there is no line yet; jobs: {waiting}")
     elif not found:
         say("nothing was logged" + " yet" * reader.goes_on())
-    _print(found[max(0, len(found) - lines) :] if lines is not None else found)
+    found = found[max(0, len(found) - lines) :] if lines is not None else found
     with contextlib.suppress(KeyboardInterrupt):
-        while follow:
+        while True:
+            click.echo("".join(f"{line}\n" for line in found), nl=False)
+            if not follow:
+                return
             follow = reader.goes_on()  # before it is read: what ended meanwhile is read once more
-            _print(reader.read())
             time.sleep(LOOK_S * follow)
-
-
-def _print(lines: list[LogLine]) -> None:
-    for line in lines:
-        click.echo(str(line))
+            found = reader.read()

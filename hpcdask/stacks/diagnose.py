@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from hpcdask.jobs.detached import HOLDERS
-from hpcdask.logs import natural, plural, some
+from hpcdask.logs import natural, numbered, plural, some
 from hpcdask.node.observe import STOPPED
 
 from .blocks import BUSY, Block, blocks, duration, is_waiting, loop_thread, main_thread, place
-from .look import Report
+from .look import SCHEDULER, WORKER, Report
 
 #: Seconds after which a worker that the scheduler has not heard of is silent.
 SILENT_S = 30.0
@@ -31,17 +32,14 @@ def diagnose(report: Report) -> list[str]:
 
 
 def _stopped(report: Report, seen: list[Block]) -> Iterator[str]:
-    for worker in report.workers:
-        if worker.state == "stopped":
-            pid = worker.process.pid
-            yield (
-                f"Worker {worker.name} is lost: its process {pid} on {worker.host} is stopped, by "
-                f"SIGSTOP, a debugger or a suspended job. What needs it waits. "
-                f"Continue it: kill -CONT {pid}"
-            )
-    for name, process in report.parts.items():
+    workers = {f"Worker {one.name} on {one.host}": one.process for one in report.workers}
+    parts = {f"The {name}": process for name, process in report.parts.items()}
+    for who, process in (workers | parts).items():
         if process.state and process.state in STOPPED:
-            yield f"The {name} (process {process.pid}) is stopped. kill -CONT {process.pid}"
+            yield (
+                f"{who} is stopped, by SIGSTOP, a debugger or a suspended job. What needs it "
+                f"waits. Continue it: kill -CONT {process.pid}"
+            )
 
 
 def _gone(report: Report, seen: list[Block]) -> Iterator[str]:
@@ -51,74 +49,66 @@ def _gone(report: Report, seen: list[Block]) -> Iterator[str]:
     for name, process in report.parts.items():
         if not process.state:
             yield f"The {name} is gone: there is no process {process.pid}"
-    for name, one in report.known_workers.items():
-        if f"worker {name}" in report.unreached and one["silent_s"] > SILENT_S:
+    for name, known in report.known_workers.items():
+        if f"{WORKER}{name}" in report.unreached and known["silent_s"] > SILENT_S:
             yield (
-                f"Worker {name} is lost: neither its node {one['host']} nor the worker has "
-                f"answered {duration(one['silent_s'])}. See the node with the queue's commands"
+                f"Worker {name} is lost: neither its node {known['host']} nor the worker has "
+                f"answered {duration(known['silent_s'])}. See the node with the queue's commands"
             )
 
 
 def _gil(report: Report, seen: list[Block]) -> Iterator[str]:
     for block in seen:
-        silent = [one for one in block.workers if one.state == "silent"]
-        held = [one.name for one in silent if one.process.busy >= BUSY]
-        if held and block.frames:
-            key = f" (Dask task {block.longest()[0]})" if block.keys else ""
+        if block.frames and (held := block.silent(busy=True)):
+            key = f" (Dask task {block.longest()[0]})" if block.tasks else ""
             yield (
                 f"{_workers(held)} in a loop of compiled code that most likely holds Python's "
                 f"lock: nothing else of the process can run, and it does not answer. It is called "
                 f"at {place(block.frames)}{key}"
             )
-    for name, process in report.parts.items():
-        thread = main_thread(process)
-        if "scheduler" in report.unreached and process.busy >= BUSY and thread is not None:
-            yield f"The {name} computes and does not answer, at {place(thread.frames)}"
+
+
+def _scheduler(report: Report, seen: list[Block]) -> Iterator[str]:
+    for name, process in report.parts.items() if SCHEDULER in report.unreached else ():
+        loop, main = loop_thread(process), main_thread(process)
+        if loop and not is_waiting(loop):
+            yield f"The scheduler's event loop does not answer: it is at {place(loop.frames)}"
+        elif main and process.busy >= BUSY:
+            yield f"The {name} computes and does not answer, at {place(main.frames)}"
 
 
 def _gangs(report: Report, seen: list[Block]) -> Iterator[str]:
-    for gang in (report.work or {}).get("gangs", []):
-        size, names = gang["size"], list(gang["workers"])
+    for gang in report.work.get("gangs", ()):
+        size, names = gang["size"], gang["workers"]
+        missing = [rank for rank in range(size) if rank not in gang["arrived"]]
         if not names:
             yield f"A gang of {size} waits for workers: fewer are free, and it starts when all are"
-        elif gang["started"]:
-            yield from _started(size, names, list(gang["calling"]), seen)
-        elif missing := [rank for rank in range(size) if rank not in gang["arrived"]]:
-            who = some(f"{rank} (worker {names[rank]})" for rank in missing)
-            yield f"A gang of {size} waits at its start for {_ranks(missing)} {who}"
-        # else a rank failed meanwhile, and the gang is being ended
+        elif missing and not gang["started"]:
+            ranks = some(f"rank {rank} (worker {names[rank]})" for rank in missing)
+            yield f"A gang of {size} waits at its start for {ranks}"
+        elif gang["calling"]:  # else a rank failed meanwhile, and the gang is being ended
+            yield from _calling(gang, seen)
 
 
-def _started(size: int, names: list[str], calling: list[int], seen: list[Block]) -> Iterator[str]:
+def _calling(gang: Mapping[str, Any], seen: list[Block]) -> Iterator[str]:
     """Yield the fault of a gang whose function was called on all ranks."""
-    places: dict[str, list[str]] = {}
+    size, names, places = gang["size"], gang["workers"], dict[str, list[int]]()
     for block in seen:
-        mine = [str(names.index(name)) for name in block.names if name in names]
-        if block.in_gang and mine:
-            places.setdefault(place(block.frames), []).extend(mine)
-    most = max(places, key=lambda one: len(places[one]), default="?")
-    returned = [rank for rank in range(size) if rank not in calling]
-    if returned and calling:
-        yield (
-            f"A gang of {size} is in a dead-lock: {_ranks(returned)} {some(map(str, returned))} "
-            f"returned, and {_ranks(calling)} {some(map(str, calling))} still "
-            f"{_wait(len(calling))} at {most}. {EACH}"
-        )
-    elif len(places) == 1:
-        count = len(places[most])
-        yield f"All {count} calls of a gang are at the same line, {most}: a message is missing"
-    elif places:
-        count = len(places.pop(most))
-        others = (f"{_ranks(one)} {some(one)} at {where}" for where, one in places.items())
-        yield (
-            f"A gang is in a dead-lock: {plural(count, 'rank')} {_wait(count)} at {most}, and "
-            f"others are elsewhere: {'; '.join(others)}. {EACH}"
-        )
+        if block.in_gang:
+            ranks = [names.index(name) for name in block.workers if name in names]
+            places.setdefault(f"at {place(block.frames)}", []).extend(ranks)
+    places["returned"] = [rank for rank in range(size) if rank not in gang["calling"]]
+    there = sorted(filter(lambda one: one[1], places.items()), key=lambda one: -len(one[1]))
+    texts = [f"{numbered('rank', ranks)} {where}" for where, ranks in there]
+    if len(texts) > 1:
+        yield f"A gang of {size} is in a dead-lock: {'; '.join(texts)}. {EACH}"
+    elif texts:
+        yield f"A gang waits, and all are at the same line: {texts[0]}. A message is missing"
 
 
 def _paused(report: Report, seen: list[Block]) -> Iterator[str]:
-    paused = {name for name, one in report.known_workers.items() if one["status"] == "paused"}
-    paused |= {one.name for one in report.workers if one.state == "paused"}
+    paused = {name for name, known in report.known_workers.items() if known["status"] == "paused"}
+    paused |= {worker.name for worker in report.workers if worker.state == "paused"}
     if paused:
         yield (
             f"{_workers(sorted(paused, key=natural))} full and paused: host memory is above the "
@@ -127,29 +117,31 @@ def _paused(report: Report, seen: list[Block]) -> Iterator[str]:
         )
     for worker in report.workers:
         used, total = worker.gpu.get("memory_used"), worker.gpu.get("memory_total")
-        busy = any(worker in block.workers for block in seen if block.frames)
-        if busy and used and total and used > 0.98 * total and not worker.gpu["utilisation"]:
+        runs = any(worker.name in block.workers for block in seen if block.frames)
+        if runs and used and total and used > 0.98 * total and not worker.gpu["utilisation"]:
             yield f"The GPU of worker {worker.name} is full and idle: see GPU memory in its log"
 
 
 def _locks(report: Report, seen: list[Block]) -> Iterator[str]:
-    locks = (report.work or {}).get("locks", {})
+    locks = report.work.get("locks", {})
     running = [block for block in seen if block.frames]
     waiting = [block for block in running if _lock_of(block) == "dask"]
     if waiting or locks:
         count = sum(block.count for block in waiting)
-        names = (f"{n!r} ({one['waiting']} {_wait(one['waiting'])})" for n, one in locks.items())
+        names = (
+            f"{name!r} ({one['waiting']} {_wait(one['waiting'])})" for name, one in locks.items()
+        )
         which = f": {some(names)}" if locks else ""
         where = f" at {some((place(block.frames) for block in waiting), 3)}" if waiting else ""
         held = sum(bool(one["held"]) for one in locks.values())
-        lost = any(name.startswith("worker ") for name in report.unreached)
+        lost = any(name.startswith(WORKER) for name in report.unreached)
         advice = ROUND if held > 1 and not lost and waiting == running else HELD
         tasks = plural(count, "Dask task")
         yield f"{tasks} {_wait(count)} for a lock of Dask{which}{where}. {advice}"
     for block in running:
         if _lock_of(block) == "python" and not block.is_busy:
             yield (
-                f"{plural(block.count, 'Dask task')} on {some(block.names)} {_wait(block.count)} "
+                f"{plural(block.count, 'Dask task')} on {some(block.workers)} {_wait(block.count)} "
                 f"for a lock of the worker's process at {place(block.frames)}. {HELD}"
             )
 
@@ -170,17 +162,11 @@ def _lock_of(block: Block) -> str:
 
 def _silent(report: Report, seen: list[Block]) -> Iterator[str]:
     for block in seen:
-        silent = [one for one in block.workers if one.state == "silent"]
-        if idle := [one for one in silent if one.process.busy < BUSY]:
+        if idle := block.silent(busy=False):
             where = f", at {place(block.frames)}" if block.frames else ""
-            disk = any(one.process.state == "D" for one in idle)
+            disk = any(worker.process.state == "D" for worker in idle.values())
             why = "waits for a file system or a driver" if disk else "waits in a blocking call"
-            who = _workers([one.name for one in idle])
-            yield f"{who} silent: the process {why} and does not answer{where}"
-    for process in report.parts.values() if "scheduler" in report.unreached else ():
-        thread = loop_thread(process)
-        if thread is not None and not is_waiting(thread):
-            yield f"The scheduler's event loop does not answer: it is at {place(thread.frames)}"
+            yield f"{_workers(idle)} silent: the process {why} and does not answer{where}"
 
 
 def _unrunnable(report: Report, seen: list[Block]) -> Iterator[str]:
@@ -189,26 +175,26 @@ def _unrunnable(report: Report, seen: list[Block]) -> Iterator[str]:
     if report.work and not report.known_workers:
         jobs = f"its jobs are {report.jobs}. See" if report.jobs else "see"
         yield f"The scheduler has no worker: {jobs} the queue (hpcdask list --jobs) and the logs"
-    elif keys := (report.work or {}).get("unrunnable"):
+    elif keys := report.work.get("unrunnable"):
         they = "They ask for resources or workers that are not there"
         yield f"No worker may run these Dask tasks: {some(keys)}. {they}"
 
 
 RULES: list[Callable[[Report, list[Block]], Iterator[str]]] = [
-    *(_stopped, _gone, _gil, _gangs, _paused, _locks, _silent, _unrunnable),
+    *(_stopped, _gone, _gil, _scheduler, _gangs, _paused, _locks, _silent, _unrunnable),
 ]
 
 
 def _nothing(report: Report, seen: list[Block]) -> str:
     """Return the longest Dask task, or the line of the program, where no rule finds anything."""
-    if running := [block for block in seen if block.keys]:
+    if running := [block for block in seen if block.tasks]:
         block = max(running, key=lambda one: one.longest()[1] or 0.0)
         key, seconds = block.longest()
         return (
             f"Nothing is known to be wrong: Dask tasks run. The longest is {key}, "
             f"{duration(seconds)}, {_does(block.is_busy)} at {place(block.frames)}"
         )
-    states = (report.work or {}).get("states", {})
+    states = report.work.get("states", {})
     for name in () if "processing" in states or "waiting" in states else ("program", *HOLDERS):
         process = report.parts.get(name)
         if process and (thread := main_thread(process)):
@@ -227,10 +213,6 @@ def _wait(count: int) -> str:
     return "waits" if count == 1 else "wait"
 
 
-def _workers(names: Sequence[str]) -> str:
+def _workers(names: Collection[str]) -> str:
     several = len(names) > 1
     return f"Worker{'s' * several} {some(names)} {'are' if several else 'is'}"
-
-
-def _ranks(ranks: Sequence[object]) -> str:
-    return "rank" if len(ranks) == 1 else "ranks"

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from itertools import accumulate
+from typing import Any
 
 from hpcdask.errors import SchedulerFileError, UsageError
 from hpcdask.jobs.detached import named
@@ -15,36 +16,31 @@ from hpcdask.jobs.logs import ClusterLogs, LogLine, merged
 from hpcdask.jobs.state import WAITING, counts
 from hpcdask.node.nanny import LOGS
 
-from .look import AT_ONCE, NODE_S, Target, ask, find
+from .look import SCHEDULER, WORKER, Request, Target, ask_all, find
 
 #: Time, node, worker, level and text.
 Record = tuple[float, str, str, str, str]
-#: Name of the scheduler among those of workers.
-SCHEDULER = "scheduler"
 
 
-def reader_of(name: str | None, base: str | None) -> _Jobs | _Run:
-    """Return the reader of the logs of a cluster by its name, or of a run by its file."""
+def reader_of(name: str | None, base: str | None) -> JobLogs | RunLogs:
+    """Return the reader of the logs of a cluster, also of one that is over, or of a run."""
     clusters = list_clusters(base)
-    if exact := [one for one in clusters if one.name == name]:
-        return _Jobs(exact[0])
-    try:
-        target = find(name, base)
-    except UsageError:  # a cluster that is over has logs, too
-        if name and (ended := named(name, clusters)) is not None:
-            return _Jobs(ended)
-        raise
-    living = [one for one in clusters if one.name == target.name]
-    return _Jobs(living[0]) if living else _Run(target, name, base)
+    if name and (folder := named(name, clusters)):
+        return JobLogs(folder)
+    target = find(name, base)
+    for folder in clusters:
+        if folder.name == target.name:
+            return JobLogs(folder)
+    return RunLogs(target, name, base)
 
 
-class _Jobs(ClusterLogs):
-    """Logs of a cluster of jobs."""
+class JobLogs(ClusterLogs):
+    """Logs of a cluster of jobs: files, of which none is `silent`."""
 
-    silent: ClassVar[list[str]] = []  # files, which all answer
+    silent: tuple[str, ...] = ()
 
     @property
-    def of(self) -> str:
+    def name(self) -> str:
         """Name of the cluster."""
         return f"cluster {self.folder.name}"
 
@@ -58,34 +54,21 @@ class _Jobs(ClusterLogs):
 
 
 @dataclass
-class _Log:
-    """Log of a process: read entirely until `since`, and of later records those `seen`."""
+class RunLogs:
+    """Logs that the processes of a run keep; `silent` are those that do not answer.
 
-    since: float = 0.0
-    seen: set[Record] = field(default_factory=set)
-
-    def new(self, records: set[Record], *, whole: bool) -> set[Record]:
-        """Return the records that were not seen yet; ask again for those not `whole`."""
-        new = records - self.seen
-        if whole:
-            self.since = max((one[0] for one in records), default=self.since)
-        self.seen = {one for one in self.seen | records if one[0] >= self.since}
-        return new
-
-
-@dataclass
-class _Run:
-    """Logs that the processes of a run keep; `silent` are those that do not answer."""
+    Each was read entirely until `since`; of later records those are in `seen` that were returned.
+    """
 
     target: Target
-    name: str | None
+    word: str | None
     base: str | None
-    silent: list[str] = field(default_factory=list)
-    _reached: int = 0
-    _logs: defaultdict[str, _Log] = field(default_factory=lambda: defaultdict(_Log))
+    silent: tuple[str, ...] = ()
+    _since: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _seen: defaultdict[str, set[Record]] = field(default_factory=lambda: defaultdict(set))
 
     @property
-    def of(self) -> str:
+    def name(self) -> str:
         """Name of the run."""
         return self.target.name
 
@@ -95,43 +78,38 @@ class _Run:
 
     def goes_on(self) -> bool:
         """Return whether the run is still there, and find the workers that came meanwhile."""
+        is_reached = len(self.silent) < len(self.target.addresses)
         with contextlib.suppress(SchedulerFileError, UsageError):
-            self.target = find(self.name, self.base)
-        return self._reached > 0
+            self.target = find(self.word, self.base)
+        return is_reached
 
     def read(self) -> list[LogLine]:
         """Return the lines that are new, in order."""
-        return merged(_lines(*one) for one in sorted(asyncio.run(self._ask_all())))
+        requests: dict[str, Request] = {
+            name: (LOGS, {"start": self._since[name]}) for name in self.target.addresses
+        }
+        requests[SCHEDULER] = "get_logs", {"start": self._since[SCHEDULER], "timestamps": True}
+        answers = asyncio.run(ask_all(self.target, requests))
+        self.silent = tuple(name for name, (_, error) in answers.items() if error)
+        told = {name: answer for name, (answer, error) in answers.items() if not error}
+        if SCHEDULER in told:
+            lines = told[SCHEDULER]
+            told[SCHEDULER] = {"node": self.target.host, "lines": lines, "whole": True}
+        new = set().union(*(self._new(name, **answer) for name, answer in told.items()))
+        return merged(_lines(*record) for record in sorted(new))
 
-    async def _ask_all(self) -> set[Record]:
-        room = asyncio.Semaphore(AT_ONCE)
-        processes = {SCHEDULER: self.target.address, **self.target.doors}
-        answers = await asyncio.gather(*(self._ask(*one, room) for one in processes.items()))
-        self.silent = [name for name, one in zip(processes, answers, strict=True) if one is None]
-        self._reached = len(processes) - len(self.silent)
-        return set().union(*filter(None, answers))
-
-    async def _ask(self, name: str, address: str, room: asyncio.Semaphore) -> set[Record] | None:
-        """Return the new records of a process; None if it does not answer."""
-        log = self._logs[address]
-        start = {"start": log.since}
-        if name == SCHEDULER:
-            start["timestamps"] = True
-        operation = "get_logs" if name == SCHEDULER else LOGS
-        answer, problem = await ask(self.target, address, NODE_S, room, operation, **start)
-        if problem:
-            return None
-        if name == SCHEDULER:
-            answer = {"node": self.target.host, "lines": answer, "whole": True}
-        records = {(at, answer["node"], name, *rest) for at, *rest in answer["lines"]}
-        return log.new(records, whole=answer["whole"])
+    def _new(self, name: str, node: str, lines: Any, whole: bool) -> set[Record]:
+        """Return the records that were not seen yet; ask again for those not `whole`."""
+        worker, seen = name.removeprefix(WORKER), self._seen[name]
+        records = {(at, node, worker, level, text) for at, level, text in lines}
+        self._seen[name] = records if whole else seen | records
+        if whole:
+            self._since[name] = max((at for at, *_ in records), default=self._since[name])
+        return records - seen
 
 
 def _lines(at: float, node: str, worker: str, level: str, text: str) -> list[LogLine]:
     """Return the lines of a record."""
-    line = LogLine(at, node, worker, level, "")
-    found = []
-    for part in text.splitlines():
-        line = line.followed_by(part)
-        found.append(replace(line, time=at, level=level))
-    return found
+    start = LogLine(at, node, worker, level, "")
+    _, *found = accumulate(text.splitlines(), LogLine.followed_by, initial=start)
+    return [replace(line, time=at, level=level) for line in found]

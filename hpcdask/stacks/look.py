@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import CodeType
@@ -15,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hpcdask.client import scheduler_file
 from hpcdask.errors import SchedulerFileError, UsageError, root_cause
-from hpcdask.jobs.detached import holder, named
+from hpcdask.jobs import detached
 from hpcdask.jobs.folder import BATCH, ClusterFolder, list_clusters
-from hpcdask.jobs.owner import Owner
-from hpcdask.jobs.state import counts
+from hpcdask.jobs.state import ClusterReport, counts
 from hpcdask.logs import natural
 from hpcdask.node.device_worker import LOOK
 from hpcdask.node.observe import STOPPED, Frame, ProcessView, observe
@@ -32,73 +32,74 @@ if TYPE_CHECKING:
 
 #: Name that cloudpickle puts in place of the file's, seen in 3.1.3.
 NAMELESS = "<dynamic-code>"
-#: Seconds that the scheduler and a node have to answer, and how many nodes are asked at a time.
+#: Name of the scheduler, and beginning of those of workers, among the processes of a run.
+SCHEDULER, WORKER = "scheduler", "worker "
+#: Seconds that the scheduler and a node have to answer, and how many are asked at a time.
 SCHEDULER_S, NODE_S, AT_ONCE = 8.0, 30.0, 64
+#: Name and arguments of an operation.
+Request = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Target:
-    """Run or cluster: its scheduler, and its workers' nannies by the workers' names.
+    """Run or cluster, with the addresses of its scheduler and of its workers' nannies.
 
     `parts` are the processes of the program and scheduler, on `host`; `here`: that is this node.
-    `jobs` tells the states of a cluster's jobs, `problem` why workers do not come. `script` is the
-    path of a run's program.
+    `cluster` is what a cluster tells of itself, `script` the path of a run's program.
     """
 
     name: str
-    address: str
-    doors: dict[str, str]
+    addresses: dict[str, str]
     security: Security
     parts: dict[str, int]
     host: str
     here: bool
-    jobs: str = ""
+    cluster: ClusterReport = field(default_factory=ClusterReport)
     script: str = ""
-    problem: str = ""
 
     @classmethod
     def of_file(cls, path: str, name: str = "") -> Self:
         """Return the run of a scheduler file. Raises SchedulerFileError."""
         content = scheduler_file.read(path)
-        own = content.get("hpcdask") or {}
-        host = str(own.get("host", ""))
+        own = content["hpcdask"]
         return cls(
             name=name or path,
-            address=content["address"],
-            doors=own.get("doors") or {},
+            addresses=_addresses(content["address"], own.get("doors", {})),
             security=to_security(load_credentials(own["keys"]) if own.get("keys") else {}),
-            parts=own.get("parts") or {},
-            host=host,
-            here=host == socket.gethostname(),
-            script=str(own.get("script", "")),
+            parts=own.get("parts", {}),
+            host=own.get("host", ""),
+            here=own.get("host") == socket.gethostname(),
+            script=own.get("script", ""),
         )
 
     @classmethod
     def of_cluster(cls, folder: ClusterFolder) -> Self:
         """Return the cluster of a folder. Raises SchedulerFileError without its keys."""
-        known, owner, this = folder.report(), folder.owner, Owner.this()
+        known, owner = folder.report(), folder.owner
         keys = load_credentials(str(folder.keys)) if folder.keys.exists() else {}
         return cls(
             name=folder.name,
-            address=known.address,
-            doors=known.doors,
+            addresses=_addresses(known.address, known.doors),
             security=to_security(keys),
-            parts={holder(folder): owner.pid},
+            parts={detached.holder(folder): owner.pid},
             host=owner.host,
-            here=(owner.host, owner.space) == (this.host, this.space),
-            jobs=counts(known.jobs),
-            problem=known.problem,
+            here=owner.lives() is not None,
+            cluster=known,
         )
+
+
+def _addresses(scheduler: str, nannies: dict[str, str]) -> dict[str, str]:
+    return {SCHEDULER: scheduler} | {f"{WORKER}{name}": nannies[name] for name in nannies}
 
 
 @dataclass(frozen=True)
 class WorkerLook:
-    """Worker as its node sees it; `work` is the worker's own answer, or `problem` its error."""
+    """Worker as its node sees it; `work` is its own answer, empty if the worker is silent."""
 
     name: str
     host: str
     process: ProcessView
-    work: Mapping[str, Any] | None
+    work: Mapping[str, Any]
     problem: str = ""
     gpu: Mapping[str, Any] = field(default_factory=dict)
 
@@ -107,29 +108,29 @@ class WorkerLook:
         """State in a word: ``gone``, ``stopped``, ``silent``, or Dask's, such as ``running``."""
         if not self.process.state or self.process.state in STOPPED:
             return "stopped" if self.process.state else "gone"
-        return "silent" if self.work is None else str(self.work.get("status", ""))
+        return str(self.work["status"]) if self.work else "silent"
 
 
 @dataclass(frozen=True)
 class Report:
     """Answers of all parts; `unreached` has the errors of parts that did not answer.
 
-    `work` is the scheduler's answer, or None. `jobs` and `problem` are those of `Target`.
+    `work` is the scheduler's answer, empty if there is none. `jobs` tells the states of a cluster's
+    jobs, `problem` why workers do not come.
     """
 
     name: str
-    host: str
-    work: Mapping[str, Any] | None
+    work: Mapping[str, Any]
     workers: list[WorkerLook]
-    parts: dict[str, ProcessView]
-    unreached: dict[str, str]
+    parts: dict[str, ProcessView] = field(default_factory=dict)
+    unreached: dict[str, str] = field(default_factory=dict)
     jobs: str = ""
     problem: str = ""
 
     @property
     def known_workers(self) -> Mapping[str, Any]:
         """Scheduler's view of each worker; empty where it does not answer."""
-        known: Mapping[str, Any] = (self.work or {}).get("workers", {})
+        known: Mapping[str, Any] = self.work.get("workers", {})
         return known
 
 
@@ -141,10 +142,9 @@ def find(name: str | None, base: str | None = None) -> Target:
     name = name or os.environ.get(scheduler_file.VARIABLE)
     clusters = [one for one in list_clusters(base) if one.lives() is not False]
     runs = _runs_here()
-    names = [one.name for one in clusters]
-    there = ", ".join([*(about for _, about in runs.values()), *names])
+    known = [*runs, *(one.name for one in clusters)]
+    there = ", ".join(runs.get(one, one) for one in known)
     if name is None:
-        known = [*runs, *names]
         if len(known) != 1:
             listed = f"There are: {there}" if there else "None is known here"
             raise UsageError(
@@ -153,8 +153,8 @@ def find(name: str | None, base: str | None = None) -> Target:
             )
         (name,) = known
     if name in runs:
-        return Target.of_file(runs[name][0], f"the run of process {runs[name][1]}")
-    if (cluster := named(name, clusters)) is not None:
+        return Target.of_file(_run_path(name), f"the run of process {runs[name]}")
+    if (cluster := detached.named(name, clusters)) is not None:
         return Target.of_cluster(cluster)
     if os.path.sep in name or os.path.exists(name):
         return Target.of_file(name)
@@ -168,19 +168,21 @@ def find(name: str | None, base: str | None = None) -> Target:
     )
 
 
-def _runs_here() -> dict[str, tuple[str, str]]:
-    """Return the runs whose rank 0 is here, by its process id: file, and program with its start."""
+def _run_path(pid: str) -> str:
+    return os.path.join(private.node_folder(scheduler_file.RUNS), pid)
+
+
+def _runs_here() -> dict[str, str]:
+    """Return the runs whose rank 0 is here, by its process id: that with program and start."""
     found = {}
     with contextlib.suppress(OSError):
-        folder = private.node_folder(scheduler_file.RUNS)
-        for name in sorted(os.listdir(folder)):
+        for pid in sorted(os.listdir(_run_path(""))):
             with contextlib.suppress(SchedulerFileError, OSError):
-                path = os.path.join(folder, name)
-                known = scheduler_file.read(path).get("hpcdask", {})
+                path = _run_path(pid)
+                known = scheduler_file.read(path)["hpcdask"]
                 at = time.localtime(known.get("started", os.stat(path).st_mtime))
                 since = f"since {time.strftime('%Y-%m-%d %H:%M:%S', at)}"
-                what = ", ".join(filter(None, [known.get("program"), since]))
-                found[name] = path, f"{name} ({what})"
+                found[pid] = f"{pid} ({', '.join(filter(None, [known.get('program'), since]))})"
     return found
 
 
@@ -188,95 +190,84 @@ async def look(target: Target) -> Report:
     """Return the answers of scheduler and nodes, and the processes on this one, in time."""
     from distributed.protocol.pickle import dumps
 
-    room, script = asyncio.Semaphore(AT_ONCE), Script(target.script)
     call = {"function": dumps(snapshot), "args": dumps(()), "kwargs": dumps({}), "wait": True}
-    (work, problem), *answers = await asyncio.gather(
-        ask(target, target.address, SCHEDULER_S, room, "run_function", **call),
-        *(ask(target, door, NODE_S, room, LOOK) for door in target.doors.values()),
-    )
+    requests: dict[str, Request] = {name: (LOOK, {}) for name in target.addresses}
+    answers = await ask_all(target, requests | {SCHEDULER: ("run_function", call)})
+    work, error = answers.pop(SCHEDULER)
     if work and work["status"] != "OK":
-        problem = f"it could not tell: {work.get('text', work['status'])}"
-    unreached: dict[str, str] = {}
+        error = f"it could not tell: {work.get('text', work['status'])}"
+    unreached = {SCHEDULER: error} if error else {}
     workers: list[WorkerLook] = []
     parts: dict[str, ProcessView] = {}
-    found = zip(target.doors, answers, strict=True)
-    for name, (answer, error) in sorted(found, key=lambda one: natural(one[0])):
+    for name, (answer, error) in sorted(answers.items(), key=lambda one: natural(one[0])):
         if error:
-            unreached[f"worker {name}"] = error
+            unreached[name] = error
             continue
-        process = script.named(ProcessView.from_json(answer["worker"]))
-        told = {one: answer[one] for one in ("name", "host", "work", "problem", "gpu")}
-        workers.append(WorkerLook(process=process, **told))
+        process = named(ProcessView.from_json(answer["worker"]), target.script)
+        told = {one: answer[one] for one in ("name", "host", "problem", "gpu")}
+        workers.append(WorkerLook(process=process, work=answer["work"] or {}, **told))
         parts |= {part: ProcessView.from_json(seen) for part, seen in answer["parts"].items()}
     for part, pid in target.parts.items():
         if part not in parts and target.here:
             parts[part] = await asyncio.to_thread(observe, pid)
         elif part not in parts:
             unreached[part] = f"it is process {pid} on {target.host}. There: hpcdask stacks"
-    if problem:
-        unreached["scheduler"] = problem
     return Report(
         name=target.name,
-        host=target.host,
-        work=None if problem else work["result"],
+        work={} if SCHEDULER in unreached else work["result"],
         workers=workers,
         parts=parts,
         unreached=unreached,
-        jobs=target.jobs,
-        problem=target.problem,
+        jobs=counts(target.cluster.jobs),
+        problem=target.cluster.problem,
     )
 
 
-async def ask(
-    target: Target,
-    address: str,
-    deadline_s: float,
-    room: asyncio.Semaphore,
-    operation: str,
-    **arguments: Any,
-) -> tuple[Any, str]:
-    """Return the answer of a process of the target, and the error if there is none."""
+async def ask_all(target: Target, requests: Mapping[str, Request]) -> dict[str, tuple[Any, str]]:
+    """Ask processes of the target at once; return each one's answer, or None and its error."""
     from distributed.core import rpc
 
-    if not address:
-        return None, "its address is not known yet"
-    args = target.security.get_connection_args("client")
-    try:
-        async with room, asyncio.timeout(deadline_s), rpc(address, connection_args=args) as peer:
-            return await getattr(peer, operation)(**arguments), ""
-    except TimeoutError:
-        return None, f"no answer within {deadline_s:g} s from {address}"
-    except Exception as error:
-        return None, f"no answer from {address}: {root_cause(error)}"
+    args, room = target.security.get_connection_args("client"), asyncio.Semaphore(AT_ONCE)
+
+    async def ask(name: str, operation: str, arguments: dict[str, Any]) -> tuple[Any, str]:
+        address = target.addresses[name]
+        seconds = SCHEDULER_S if name == SCHEDULER else NODE_S
+        if not address:
+            return None, "its address is not known yet"
+        try:
+            async with room, asyncio.timeout(seconds), rpc(address, connection_args=args) as peer:
+                return await getattr(peer, operation)(**arguments), ""
+        except TimeoutError:
+            return None, f"no answer within {seconds:g} s from {address}"
+        except Exception as error:
+            return None, f"no answer from {address}: {root_cause(error)}"
+
+    answers = await asyncio.gather(*(ask(name, *one) for name, one in requests.items()))
+    return dict(zip(requests, answers, strict=True))
 
 
-class Script:
-    """Functions of a script with their lines; none of a script that cannot be read here."""
+def named(process: ProcessView, script: str) -> ProcessView:
+    """Return a process with the script's name and lines in frames of its functions."""
+    lines = _lines(script)
 
-    def __init__(self, path: str) -> None:
-        self.name = os.path.basename(path)
-        self._lines: list[str] = []
-        self._functions: set[tuple[str, int | None]] = set()
-        with contextlib.suppress(OSError, SyntaxError, ValueError):
-            text = Path(path).read_text()
-            self._functions = set(_functions(compile(text, path, "exec", dont_inherit=True)))
-            self._lines = text.split("\n")
+    def name(frame: Frame) -> Frame:
+        text = lines.get((frame.function, frame.line)) if frame.file == NAMELESS else None
+        return frame if text is None else replace(frame, file=os.path.basename(script), text=text)
 
-    def named(self, process: ProcessView) -> ProcessView:
-        """Return a process with this script's name and lines in its frames."""
-        threads = [
-            replace(one, frames=list(map(self._name, one.frames))) for one in process.threads
-        ]
-        return replace(process, threads=threads)
-
-    def _name(self, frame: Frame) -> Frame:
-        if frame.file != NAMELESS or (frame.function, frame.line) not in self._functions:
-            return frame
-        return replace(frame, file=self.name, text=self._lines[frame.line - 1].strip()[:120])
+    threads = [replace(one, frames=list(map(name, one.frames))) for one in process.threads]
+    return replace(process, threads=threads)
 
 
-def _functions(code: CodeType) -> Iterator[tuple[str, int | None]]:
-    yield from ((code.co_name, line) for _, _, line in code.co_lines())
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _functions(inner)
+@functools.cache
+def _lines(script: str) -> dict[tuple[str, int], str]:
+    """Return a script's lines by function and number; none of one that cannot be read here."""
+    found: dict[tuple[str, int], str] = {}
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        text = Path(script).read_text()
+        lines = text.split("\n")
+        codes = [compile(text, script, "exec", dont_inherit=True)]
+        for code in codes:  # which grows
+            numbers = {number for *_, number in code.co_lines() if number}
+            found |= {(code.co_name, number): lines[number - 1].strip()[:120] for number in numbers}
+            codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from dask.utils import format_bytes
 
@@ -12,7 +13,7 @@ from hpcdask.node.observe import Frame, ProcessView
 
 from .blocks import Block, blocks, duration, is_waiting, loop_thread, main_thread, own
 from .diagnose import diagnose
-from .look import Report
+from .look import SCHEDULER, Report
 
 #: Lines of a stack, blocks, and silent workers or waiting Dask tasks that are shown.
 LINES, BLOCKS, MOST = 8, 12, 5
@@ -32,59 +33,59 @@ def lines(report: Report) -> Iterator[str]:
     if rest := found[BLOCKS:]:
         count = plural(sum(len(block.workers) for block in rest), "worker")
         yield f"\n{plural(len(rest), 'other stack')} of {count}: see --json"
-    yield from _work(report)
+    if report.work:
+        yield from _work(report)
     gpus = {one.name: _gpu(one.gpu) for one in report.workers if one.gpu.get("memory_used")}
-    yield from _grouped("\nGPUs:", gpus, BLOCKS, "  {what}: {names}")
-    yield from _grouped("\nNot reached:", report.unreached, MOST, "  {names}: {what}")
+    yield from _grouped("\nGPUs:", gpus, BLOCKS)
+    yield from _grouped("\nNot reached:", report.unreached, MOST)
     yield "\nMost likely:"
-    for text in diagnose(report)[:MOST]:
-        yield f"  - {text}"
+    yield from (f"  - {text}" for text in diagnose(report)[:MOST])
 
 
-def _grouped(title: str, texts: Mapping[str, str], most: int, line: str) -> Iterator[str]:
+def _grouped(title: str, texts: Mapping[str, str], most: int) -> Iterator[str]:
     """Yield a line for each text, with the names that have it."""
     groups: dict[str, list[str]] = {}
     for name, text in texts.items():
         groups.setdefault(text, []).append(name)
     if groups:
         yield title
-    for what, names in list(groups.items())[:most]:
-        yield line.format(what=what, names=some(names))
+    yield from islice((f"  {some(names)}: {text}" for text, names in groups.items()), most)
     if len(groups) > most:
         yield f"  and {len(groups) - most} others"
 
 
 def _part(name: str, process: ProcessView) -> Iterator[str]:
-    told = f"{process.cores:.1f} cores" if process.state else "gone"
-    yield f"\n{name.capitalize()} (process {process.pid}, {told}):"
+    cores = f"{process.cores:.1f} cores" if process.state else "gone"
+    yield f"\n{name.capitalize()} (process {process.pid}, {cores}):"
     if process.problem and not process.threads:
         yield f"  no stack: {process.problem}"
-    loop = loop_thread(process)
-    thread = loop if name == "scheduler" else main_thread(process)
-    if thread is not None and is_waiting(thread):
+    loop, main = loop_thread(process), main_thread(process)
+    shown = loop if name == SCHEDULER else main
+    if shown and is_waiting(shown):
         yield "  waits for messages"
-    elif thread is not None:
-        yield from _stack(thread.frames)
-    if name in HOLDERS and loop is not None and loop is not thread and not is_waiting(loop):
+    elif shown:
+        yield from _stack(shown.frames)
+    if name in HOLDERS and loop and loop is not main and not is_waiting(loop):
         yield "  its event loop, with the scheduler:"
         yield from _stack(loop.frames)
 
 
 def _block(block: Block) -> Iterator[str]:
-    what = [block.what]
-    if block.keys:
+    what = [block.what] if block.what else []
+    if block.tasks:
         key, seconds = block.longest()
-        count = len(block.keys)
+        count = len(block.tasks)
         which = f"Dask task {key}" if count == 1 else f"{count} Dask tasks, such as {key}"
         what.append(f"{which} {duration(seconds)}".strip())
     elif block.frames and not block.what:
         what.append("a Dask task")
-    count = len(block.workers)
-    cores = sum(one.process.cores for one in block.workers) / count
+    processes = [worker.process for worker in block.workers.values()]
+    count = len(processes)
+    cores = sum(process.cores for process in processes) / count
     what.append(f"{cores:.1f} cores{' each' * (count > 1)}")
-    yield f"\n{plural(count, 'worker')} ({some(block.names)}): {', '.join(filter(None, what))}"
-    if not block.frames and block.workers[0].process.problem:
-        yield f"  no stack: {block.workers[0].process.problem}"
+    yield f"\n{plural(count, 'worker')} ({some(block.workers)}): {', '.join(what)}"
+    if not block.frames and processes[0].problem:
+        yield f"  no stack: {processes[0].problem}"
     yield from _stack(block.frames)
 
 
@@ -101,20 +102,18 @@ def _stack(frames: list[Frame]) -> Iterator[str]:
 
 def _work(report: Report) -> Iterator[str]:
     """Yield Dask tasks, those that wait, silent workers, and workers that fetch data."""
-    if report.work is None:
-        return
     states = ", ".join(f"{count} {state}" for state, count in report.work["states"].items())
     yield f"\nDask tasks: {states or 'none'}"
-    for key, others in list(report.work["waiting"].items())[:MOST]:
+    for key, others in islice(report.work["waiting"].items(), MOST):
         yield f"  {key} waits for {some(others, 3)}"
     known = report.known_workers
-    silent = {n: one["silent_s"] for n, one in known.items() if one["silent_s"] > SILENT_S}
+    silent = {name: one["silent_s"] for name, one in known.items() if one["silent_s"] > SILENT_S}
     for name in sorted(silent, key=silent.__getitem__, reverse=True)[:MOST]:
         yield f"  the scheduler has not heard of worker {name} {duration(silent[name])}"
-    addresses = {one["address"]: name for name, one in known.items()}
-    fetching = {one.name: (one.work or {}).get("fetches_from", ()) for one in report.workers}
-    for name, sources in [item for item in fetching.items() if item[1]][:MOST]:
-        yield f"  {name} fetches data from {some(addresses.get(at, at) for at in sources)}"
+    names = {one["address"]: name for name, one in known.items()}
+    for worker in [one for one in report.workers if one.work.get("fetches_from")][:MOST]:
+        sources = some(names.get(at, at) for at in worker.work["fetches_from"])
+        yield f"  {worker.name} fetches data from {sources}"
 
 
 def _gpu(gpu: Mapping[str, float | None]) -> str:

@@ -46,7 +46,7 @@ def test_a_rank_that_never_comes_to_an_all_reduce_over_nccl(hanging: Hanging):
     if size < 2:
         pytest.skip("a single GPU")
     with hanging.gang("nccl_barrier", size):
-        report, text = hanging.look(likely="A gang is in a dead-lock: ")
+        report, text = hanging.look(likely=f"A gang of {size} is in a dead-lock: ")
         assert "come_to_all_reduce (" in diagnose(report)[0], text
         assert "nccl_barrier (" in diagnose(report)[0], text
         assert not report.unreached

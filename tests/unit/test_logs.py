@@ -120,7 +120,7 @@ def test_a_run_that_does_not_answer(tmp_path: Path):
         with dask.config.set({"distributed.comm.timeouts.connect": "2s"}):
             done = CliRunner().invoke(logs, [path])
     assert done.exit_code == 1
-    assert f"no answer from scheduler, w0. hpcdask stacks {path} tells why" in done.output
+    assert f"no answer from scheduler, worker w0. hpcdask stacks {path} tells why" in done.output
 
 
 def test_lines_that_come_just_before_the_end_are_shown(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import runpy
@@ -10,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from hpcdask.node.observe import Frame, ProcessView, ThreadView, read_written
 from hpcdask.security import private
 from hpcdask.stacks.blocks import BUSY, blocks
 from hpcdask.stacks.diagnose import diagnose
-from hpcdask.stacks.look import NAMELESS, Report, Script, WorkerLook, find
+from hpcdask.stacks.look import NAMELESS, Report, WorkerLook, find, named
 from hpcdask.stacks.show import lines
 from launching import wait_for
 
@@ -71,7 +71,7 @@ def test_a_process_writes_its_stacks(hanging: subprocess.Popen):
     def found() -> ThreadView | None:
         view = observe.observe(hanging.pid)
         assert not view.problem, view
-        told = ProcessView.from_json(json.loads(json.dumps(dataclasses.asdict(view))))
+        told = ProcessView.from_json(json.loads(json.dumps(asdict(view))))
         assert told == view
         return next((one for one in view.threads if wanted == one.frames[0].function), None)
 
@@ -127,65 +127,36 @@ def process(*frames: Frame, state: str = "S", busy: float = 0.0) -> ProcessView:
 
 def worker(number: int, view: ProcessView, **told: Any) -> WorkerLook:
     running = {"7": f"f-{number}"} if view.threads else {}
-    work = {"status": "running", "running": running, "seconds": {f"f-{number}": number}, **told}
-    return WorkerLook(f"w{number}", f"n{number // 4}", view, work)
+    work = {"status": "running", "running": running, "seconds": {f"f-{number}": number}}
+    return replace(WorkerLook(f"w{number}", f"n{number // 4}", view, work), **told)
 
 
-def report(reached: list[WorkerLook], /, **work: Any) -> Report:
-    told = {
-        "workers": {
-            one.name: {
-                "address": f"tls://{one.name}",
-                "host": one.host,
-                "status": "running",
-                "silent_s": 1.0,
-                "limit": 100,
-                "processing": [],
-                "seconds": {},
-            }
-            for one in reached
-        },
-        "states": {},
-        "unrunnable": [],
-        "waiting": {},
-        "locks": {},
-        "gangs": [],
-        **work,
-    }
-    return Report("cluster.json", "n0", told, reached, {}, {})
-
-
-def idle() -> ProcessView:
-    """A control process whose event loop waits."""
-    select = Frame("select", "lib/python3.11/selectors.py", 468)
-    main = Frame("main", "clusters/detached/control.py", 226, "asyncio.run(_run(folder, request))")
-    frames = [select, main, Frame("<module>", "clusters/detached/control.py", 240)]
-    return ProcessView(1, "S", threads=[ThreadView(7, frames)])
+def report(
+    *reached: WorkerLook, parts: dict[str, ProcessView] | None = None, **work: Any
+) -> Report:
+    known = {"host": "n0", "status": "running", "silent_s": 1.0, "processing": [], "seconds": {}}
+    workers = {one.name: {"address": f"tls://{one.name}", **known} for one in reached}
+    told = {"workers": workers, "states": {}, "unrunnable": [], "waiting": {}, **work}
+    return Report("cluster.json", told, list(reached), parts or {})
 
 
 HERE, THERE = Frame("meet", "me/a.py", 5, "barrier()"), Frame("load", "me/a.py", 9, "read()")
+SYNC = Frame("sync", "site/distributed/utils.py", 2)
+LOCK = Frame("acquire", "site-packages/distributed/lock.py", 84)
+RANK = Frame("call_rank", "hpcdask/client/gang.py", 1)
+SELECT = Frame("select", "lib/python3.11/selectors.py", 468)
+MAIN = Frame("<module>", "clusters/detached/control.py", 240)
+WAITS = ProcessView(1, "S", threads=[ThreadView(7, [SELECT, MAIN])])
 
 
 def test_a_thousand_workers_are_one_screen():
     many = [worker(number, process(HERE)) for number in range(990)]
     many += [worker(number, process(THERE)) for number in range(990, 1000)]
-    seen = dataclasses.replace(
-        report(many), unreached={f"worker x{n}": f"reason {n}" for n in range(100)}
-    )
+    seen = replace(report(*many), unreached={f"worker x{n}": f"reason {n}" for n in range(100)})
     assert [len(one.workers) for one in blocks(seen)] == [990, 10]
-    text = list(lines(seen))
-    assert len("\n".join(text).splitlines()) < 40
-    assert "w3, w4 and 985 more): 990 Dask tasks, such as f-989 for 16m 29s" in str(text)
-
-
-def stack(*frames: Frame) -> list[str]:
-    """The lines that are shown of a worker's stack."""
-    text = list(lines(report([worker(0, process(*frames))])))
-    first = next(n for n, line in enumerate(text) if "Dask task f-0" in line) + 1
-    return text[first : text.index("\nDask tasks: none")]
-
-
-SYNC = Frame("sync", "site/distributed/utils.py", 2)
+    text = "\n".join(lines(seen))
+    assert len(text.splitlines()) < 40
+    assert "w3, w4 and 985 more): 990 Dask tasks, such as f-989 for 16m 29s" in text
 
 
 @pytest.mark.parametrize(
@@ -193,7 +164,9 @@ SYNC = Frame("sync", "site/distributed/utils.py", 2)
     [(8, []), (9, ["  … 1 line of Python and Dask"]), (10, ["  … 2 lines of Python and Dask"])],
 )
 def test_the_user_s_line_is_shown_below_any_number_of_dask_s(inner: int, gap: list[str]):
-    shown = stack(*[SYNC] * inner, HERE, THERE)
+    text = list(lines(report(worker(0, process(*[SYNC] * inner, HERE, THERE)))))
+    first = next(n for n, line in enumerate(text) if "Dask task f-0" in line) + 1
+    shown = text[first : text.index("\nDask tasks: none")]
     mine = "  meet (me/a.py:5)  barrier()"
     assert shown == [f"  {SYNC}"] * 8 + [*gap, mine, "  and 1 outer line"]
 
@@ -208,83 +181,73 @@ words = lambda: 2
 def test_functions_that_a_script_sends_have_its_name(tmp_path: Path):
     (tmp_path / "prog.py").write_text(SCRIPT)
     found = runpy.run_path(str(tmp_path / "prog.py"), run_name="sent")
-    work, words = (cloudpickle.loads(cloudpickle.dumps(found[name])) for name in ("work", "words"))
-    file = work.__code__.co_filename
-    assert words.__code__.co_filename == file == NAMELESS
-    there = [
-        Frame("<genexpr>", file, 2),
-        Frame("work", file, 2),
-        Frame("<lambda>", file, 4),
-    ]
-    texts = ["return list(x for x in [1])"] * 2 + ["words = lambda: 2"]
-    named = Script(str(tmp_path / "prog.py")).named(process(*there))
-    told = [
-        dataclasses.replace(one, file="prog.py", text=text)
-        for one, text in zip(there, texts, strict=True)
-    ]
-    assert named.threads[0].frames[:3] == told
+    sent = (cloudpickle.loads(cloudpickle.dumps(found[name])) for name in ("work", "words"))
+    assert {function.__code__.co_filename for function in sent} == {NAMELESS}
+    first, third = "return list(x for x in [1])", "words = lambda: 2"
+    places = [("<genexpr>", 2, first), ("work", 2, first), ("<lambda>", 4, third)]
+    there = process(*(Frame(name, NAMELESS, line) for name, line, _ in places))
+    *mine, _ = named(there, str(tmp_path / "prog.py")).threads[0].frames
+    assert mine == [Frame(name, "prog.py", line, text) for name, line, text in places]
 
 
-LOCK = Frame("acquire", "site-packages/distributed/lock.py", 84)
-ROUND = {"a": {"waiting": 1, "held": 1}, "b": {"waiting": 1, "held": 1}}
+def gang(arrived: list[int], calling: list[int]) -> dict[str, Any]:
+    """A gang of three workers."""
+    workers, started = ["w0", "w1", "w2"], len(arrived) == 3
+    told = {"arrived": arrived, "started": started, "calling": calling}
+    return {"gangs": [{"size": 3, "workers": workers, **told}]}
+
+
+HELD = {"waiting": 1, "held": 1}
+RANKS = [worker(n, process(HERE, RANK)) for n in (0, 1)]
 CASES = {
     "locks in two orders": (
-        report([worker(n, process(LOCK, HERE)) for n in (0, 1)], locks=ROUND),
+        report(*(worker(n, process(LOCK, HERE)) for n in (0, 1)), locks={"a": HELD, "b": HELD}),
         "at meet (me/a.py:5): barrier(). All that run wait, so each most likely holds what",
     ),
-    "rank left": (
-        report(
-            [
-                worker(n, process(HERE, Frame("call_rank", "hpcdask/client/gang.py", 1)))
-                for n in (0, 1)
-            ],
-            gangs=[
-                {
-                    "size": 3,
-                    "workers": ["w0", "w1", "w2"],
-                    "arrived": [0, 1, 2],
-                    "started": True,
-                    "calling": [0, 1],
-                }
-            ],
-        ),
-        "rank 2 returned, and ranks 0, 1 still wait at meet (me/a.py:5): barrier()",
+    "a rank left": (
+        report(*RANKS, **gang([0, 1, 2], [0, 1])),
+        "dead-lock: ranks 0-1 at meet (me/a.py:5): barrier(); rank 2 returned. Every rank",
     ),
-    "rank missing": (
-        report(
-            [],
-            workers={"x": {"status": "running", "silent_s": 0, "limit": 1}},
-            gangs=[
-                {"size": 2, "workers": ["a", "b"], "arrived": [0], "started": False, "calling": []}
-            ],
-        ),
-        "A gang of 2 waits at its start for rank 1 (worker b)",
+    "a message is missing": (
+        report(*RANKS, worker(2, process(HERE, RANK)), **gang([0, 1, 2], [0, 1, 2])),
+        "A gang waits, and all are at the same line: ranks 0-2 at meet",
     ),
-    "no workers": (report([], workers={}), "The scheduler has no worker: see the queue"),
+    "a rank is missing": (
+        report(worker(3, process()), **gang([0, 2], [])),
+        "A gang of 3 waits at its start for rank 1 (worker w1)",
+    ),
+    "no workers": (report(), "The scheduler has no worker: see the queue"),
     "unrunnable": (
-        report([worker(0, process())], unrunnable=["f-1"]),
+        report(worker(0, process()), unrunnable=["f-1"]),
         "No worker may run these Dask tasks: f-1",
     ),
-    "full device": (
+    "a full device": (
         report(
-            [
-                dataclasses.replace(
-                    worker(0, process(THERE)),
-                    gpu={"memory_used": 99, "memory_total": 100, "utilisation": 0},
-                )
-            ]
+            worker(
+                0,
+                process(THERE),
+                gpu={"memory_used": 99, "memory_total": 100, "utilisation": 0},
+            )
         ),
         "The GPU of worker w0 is full and idle",
     ),
     "an idle control process": (
-        dataclasses.replace(report([worker(0, process())]), parts={CONTROL: idle()}),
+        report(worker(0, process()), parts={CONTROL: WAITS}),
         "No Dask task runs, and nothing is wrong here: the control process waits for work",
     ),
     "a notebook's own line": (
-        dataclasses.replace(report([worker(0, process())]), parts={NOTEBOOK: process(HERE)}),
+        report(worker(0, process()), parts={NOTEBOOK: process(HERE)}),
         "No Dask task runs: the notebook itself is at meet (me/a.py:5): barrier(), waiting",
     ),
-    "gone": (report([worker(0, ProcessView(1))]), "Worker w0 is lost: there is no process"),
+    "gone": (report(worker(0, ProcessView(1))), "Worker w0 is lost: there is no process"),
+    "a file system": (
+        report(worker(0, process(THERE, state="D"), work={})),
+        "Worker w0 is silent: the process waits for a file system or a driver",
+    ),
+    "a program that stopped": (
+        report(worker(0, process()), parts={"program": process(state="T")}),
+        "The program is stopped, by SIGSTOP, a debugger or a suspended job",
+    ),
 }
 
 
@@ -294,14 +257,18 @@ def test_the_guess(case: str):
     assert likely in diagnose(seen)[0]
 
 
-def test_a_name_that_nothing_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = tmp_path / "runs"
-    folder.mkdir(mode=0o700)
-    monkeypatch.setattr(private, "node_folder", lambda name: str(folder))
-    (folder / "77").symlink_to(tmp_path / "ended")
-    with pytest.raises(UsageError, match="None is known here"):
-        find(None, str(tmp_path))
-    with pytest.raises(UsageError, match="no running cluster, run or scheduler file is called abc"):
-        find("abc", str(tmp_path))
-    with pytest.raises(UsageError, match="submit-train-0a1b2c is a job of hpcdask submit: its log"):
-        find("submit-train-0a1b2c", str(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        (None, "None is known here"),
+        ("abc", "no running cluster, run or scheduler file is called abc"),
+        ("submit-train-0a1b2c", "submit-train-0a1b2c is a job of hpcdask submit: its log"),
+    ],
+)
+def test_a_name_that_nothing_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, error: str
+):
+    monkeypatch.setattr(private, "node_folder", lambda name: str(tmp_path))
+    (tmp_path / "77").symlink_to(tmp_path / "ended")
+    with pytest.raises(UsageError, match=error):
+        find(name, str(tmp_path / "clusters"))
