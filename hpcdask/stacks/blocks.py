@@ -31,8 +31,8 @@ STATES = {
 }
 #: Share of looks from which on a process computes.
 BUSY = 0.7
-#: Seconds since the start of Dask tasks, None if unknown.
-Tasks = dict[str, float | None]
+#: Seconds since the start of Dask tasks, zero if unknown.
+Tasks = dict[str, float]
 
 
 @dataclass
@@ -71,9 +71,10 @@ class Block:
             if worker.state == "silent" and (worker.process.busy >= BUSY) == busy
         }
 
-    def longest(self) -> tuple[str, float | None]:
-        """Return the Dask task that runs for longest."""
-        return max(self.tasks.items(), key=lambda task: task[1] or 0.0)
+    def longest(self) -> str:
+        """Return the Dask task that runs for longest: ``work-4c1a for 16m 29s``."""
+        key = max(self.tasks, key=self.tasks.__getitem__)
+        return f"{key} for {format_time(self.tasks[key])}" if self.tasks[key] else key
 
 
 def blocks(report: Report) -> list[Block]:
@@ -112,12 +113,12 @@ def _activities(worker: WorkerLook, report: Report) -> Iterator[tuple[str, list[
 def _task_of(worker: WorkerLook, thread: ThreadView, report: Report) -> Tasks:
     """Return the Dask task of a thread with its seconds, by the worker or else the scheduler."""
     if key := worker.work.get("running", {}).get(str(thread.ident)):
-        return {key: worker.work["seconds"].get(key)}
+        return {key: worker.work["seconds"].get(key, 0)}
     if known := report.known_workers.get(worker.name):
-        running = {**dict.fromkeys(known["processing"]), **known["seconds"]}
+        started = {key: seconds + known["silent_s"] for key, seconds in known["seconds"].items()}
+        running = dict.fromkeys(known["processing"], 0) | started
         if len(running) == 1:
-            ((key, seconds),) = running.items()
-            return {key: seconds and seconds + known["silent_s"]}
+            return running
     return {}
 
 
@@ -152,8 +153,3 @@ def place(frames: Sequence[Frame]) -> str:
     for frame in own(frames):
         return f"{frame}: {frame.text}" if frame.text else str(frame)
     return "?"
-
-
-def duration(seconds: float | None) -> str:
-    """Return ``for 16m 29s``; empty if it is not known."""
-    return "" if seconds is None else f"for {format_time(seconds)}"

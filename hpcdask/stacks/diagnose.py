@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from dask.utils import format_time
+
 from hpcdask.jobs.detached import HOLDERS
 from hpcdask.logs import natural, numbered, plural, some
 from hpcdask.node.observe import STOPPED
 
-from .blocks import BUSY, Block, blocks, duration, is_waiting, loop_thread, main_thread, place
+from .blocks import BUSY, Block, blocks, is_waiting, loop_thread, main_thread, place
 from .look import SCHEDULER, WORKER, Report
 
 #: Seconds after which a worker that the scheduler has not heard of is silent.
@@ -52,15 +54,16 @@ def _gone(report: Report, seen: list[Block]) -> Iterator[str]:
     for name, known in report.known_workers.items():
         if f"{WORKER}{name}" in report.unreached and known["silent_s"] > SILENT_S:
             yield (
-                f"Worker {name} is lost: neither its node {known['host']} nor the worker has "
-                f"answered {duration(known['silent_s'])}. See the node with the queue's commands"
+                f"Worker {name} is lost: for {format_time(known['silent_s'])}, neither its node "
+                f"{known['host']} nor the worker has answered. See the node with the queue's "
+                f"commands"
             )
 
 
 def _gil(report: Report, seen: list[Block]) -> Iterator[str]:
     for block in seen:
         if block.frames and (held := block.silent(busy=True)):
-            key = f" (Dask task {block.longest()[0]})" if block.tasks else ""
+            key = f" (Dask task {block.longest()})" if block.tasks else ""
             yield (
                 f"{_workers(held)} in a loop of compiled code that most likely holds Python's "
                 f"lock: nothing else of the process can run, and it does not answer. It is called "
@@ -188,11 +191,10 @@ RULES: list[Callable[[Report, list[Block]], Iterator[str]]] = [
 def _nothing(report: Report, seen: list[Block]) -> str:
     """Return the longest Dask task, or the line of the program, where no rule finds anything."""
     if running := [block for block in seen if block.tasks]:
-        block = max(running, key=lambda one: one.longest()[1] or 0.0)
-        key, seconds = block.longest()
+        block = max(running, key=lambda one: max(one.tasks.values()))
         return (
-            f"Nothing is known to be wrong: Dask tasks run. The longest is {key}, "
-            f"{duration(seconds)}, {_does(block.is_busy)} at {place(block.frames)}"
+            f"Nothing is known to be wrong: Dask tasks run. The longest is {block.longest()}, "
+            f"{_does(block.is_busy)} at {place(block.frames)}"
         )
     states = report.work.get("states", {})
     for name in () if "processing" in states or "waiting" in states else ("program", *HOLDERS):

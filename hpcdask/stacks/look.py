@@ -100,7 +100,6 @@ class WorkerLook:
     host: str
     process: ProcessView
     work: Mapping[str, Any]
-    problem: str = ""
     gpu: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -193,9 +192,9 @@ async def look(target: Target) -> Report:
     call = {"function": dumps(snapshot), "args": dumps(()), "kwargs": dumps({}), "wait": True}
     requests: dict[str, Request] = {name: (LOOK, {}) for name in target.addresses}
     answers = await ask_all(target, requests | {SCHEDULER: ("run_function", call)})
-    work, error = answers.pop(SCHEDULER)
-    if work and work["status"] != "OK":
-        error = f"it could not tell: {work.get('text', work['status'])}"
+    told, error = answers.pop(SCHEDULER)
+    if told and told["status"] != "OK":
+        error = f"it could not tell: {told.get('text', told['status'])}"
     unreached = {SCHEDULER: error} if error else {}
     workers: list[WorkerLook] = []
     parts: dict[str, ProcessView] = {}
@@ -204,8 +203,8 @@ async def look(target: Target) -> Report:
             unreached[name] = error
             continue
         process = named(ProcessView.from_json(answer["worker"]), target.script)
-        told = {one: answer[one] for one in ("name", "host", "problem", "gpu")}
-        workers.append(WorkerLook(process=process, work=answer["work"] or {}, **told))
+        work, gpu = answer["work"] or {}, answer["gpu"]
+        workers.append(WorkerLook(answer["name"], answer["host"], process, work, gpu))
         parts |= {part: ProcessView.from_json(seen) for part, seen in answer["parts"].items()}
     for part, pid in target.parts.items():
         if part not in parts and target.here:
@@ -214,7 +213,7 @@ async def look(target: Target) -> Report:
             unreached[part] = f"it is process {pid} on {target.host}. There: hpcdask stacks"
     return Report(
         name=target.name,
-        work={} if SCHEDULER in unreached else work["result"],
+        work={} if SCHEDULER in unreached else told["result"],
         workers=workers,
         parts=parts,
         unreached=unreached,

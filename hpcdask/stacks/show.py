@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from dask.utils import format_bytes
+from dask.utils import format_bytes, format_time
 
 from hpcdask.jobs.detached import HOLDERS
 from hpcdask.logs import plural, some
 from hpcdask.node.observe import Frame, ProcessView
 
-from .blocks import Block, blocks, duration, is_waiting, loop_thread, main_thread, own
+from .blocks import Block, blocks, is_waiting, loop_thread, main_thread, own
 from .diagnose import diagnose
 from .look import SCHEDULER, Report
 
@@ -73,10 +73,9 @@ def _part(name: str, process: ProcessView) -> Iterator[str]:
 def _block(block: Block) -> Iterator[str]:
     what = [block.what] if block.what else []
     if block.tasks:
-        key, seconds = block.longest()
         count = len(block.tasks)
-        which = f"Dask task {key}" if count == 1 else f"{count} Dask tasks, such as {key}"
-        what.append(f"{which} {duration(seconds)}".strip())
+        which = "Dask task" if count == 1 else f"{count} Dask tasks, such as"
+        what.append(f"{which} {block.longest()}")
     elif block.frames and not block.what:
         what.append("a Dask task")
     processes = [worker.process for worker in block.workers.values()]
@@ -101,19 +100,15 @@ def _stack(frames: list[Frame]) -> Iterator[str]:
 
 
 def _work(report: Report) -> Iterator[str]:
-    """Yield Dask tasks, those that wait, silent workers, and workers that fetch data."""
+    """Yield Dask tasks, those that wait, and silent workers."""
     states = ", ".join(f"{count} {state}" for state, count in report.work["states"].items())
     yield f"\nDask tasks: {states or 'none'}"
     for key, others in islice(report.work["waiting"].items(), MOST):
         yield f"  {key} waits for {some(others, 3)}"
-    known = report.known_workers
-    silent = {name: one["silent_s"] for name, one in known.items() if one["silent_s"] > SILENT_S}
+    silent = {name: known["silent_s"] for name, known in report.known_workers.items()}
     for name in sorted(silent, key=silent.__getitem__, reverse=True)[:MOST]:
-        yield f"  the scheduler has not heard of worker {name} {duration(silent[name])}"
-    names = {one["address"]: name for name, one in known.items()}
-    for worker in [one for one in report.workers if one.work.get("fetches_from")][:MOST]:
-        sources = some(names.get(at, at) for at in worker.work["fetches_from"])
-        yield f"  {worker.name} fetches data from {sources}"
+        if silent[name] > SILENT_S:
+            yield f"  the scheduler has not heard of worker {name} for {format_time(silent[name])}"
 
 
 def _gpu(gpu: Mapping[str, float | None]) -> str:
