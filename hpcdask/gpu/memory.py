@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 from dask.utils import format_bytes
@@ -36,7 +38,14 @@ ALIGNMENT = 256
 ROOM_DEADLINE_S, ROOM_INTERVAL_S = 5.0, 0.1
 #: Part of the free memory that its pool takes then, and the least part of the planned pool.
 LEFT_FRACTION, LEAST_POOL = 0.9, 1 / 16
-PACKAGES = ("cupy", "dask_cuda", "numba", "rmm", "torch")
+#: Functions by which a library gets an allocator, and RMM's for it. dask-cuda's RMMSetup does the
+#: same, for CuPy and PyTorch only.
+LIBRARIES = {
+    "cupy": ("cupy.cuda:set_allocator", "rmm_cupy_allocator"),
+    "torch": ("torch.cuda.memory:change_current_allocator", "rmm_torch_allocator"),
+    "numba": ("numba.cuda:set_memory_manager", "RMMNumbaManager"),
+}
+PACKAGES = ("dask_cuda", "rmm", *LIBRARIES)
 
 
 @dataclass(frozen=True)
@@ -70,8 +79,6 @@ ON_HOST = MemoryPlan()
 
 def packages() -> frozenset[str]:
     """Return the installed ones of the packages that memory settings need, without importing."""
-    from importlib.util import find_spec
-
     return frozenset(package for package in PACKAGES if find_spec(package))
 
 
@@ -105,30 +112,22 @@ def _check(spec: WorkerSpec, protocol: str, installed: Collection[str]) -> None:
             )
 
 
-def missing(spec: WorkerSpec, *, installed: Collection[str] | None = None) -> str | None:
+def missing(spec: WorkerSpec) -> str | None:
     """Return one line on what the default settings lack, mostly a package; None if nothing."""
-    installed = packages() if installed is None else installed
+    installed, lost = packages(), {}
     if spec.rmm_pool_size is None and (reason := _two_pools(spec, installed)):
         return reason
-    lost = []
     if spec.rmm_pool_size is None and not spec.rmm_async and "rmm" not in installed:
-        lost.append(("rmm", "there is no memory pool that all libraries share"))
+        lost["rmm"] = "there is no memory pool that all libraries share"
     if spec.device_memory_limit is None and "dask_cuda" not in installed:
-        lost.append(("dask-cuda", "device memory does not spill to host memory"))
+        lost["dask-cuda"] = "device memory does not spill to host memory"
     if not lost:
         return None
-    names, effects = (" and ".join(part) for part in zip(*lost, strict=True))
+    names, effects = " and ".join(lost), " and ".join(lost.values())
     return f"without {names}, {effects}: {installing(cuda_extra())}"
 
 
-def plan(
-    spec: WorkerSpec,
-    gpu: Gpu | None,
-    *,
-    protocol: str,
-    shared: int = 1,
-    installed: Collection[str] | None = None,
-) -> MemoryPlan:
+def plan(spec: WorkerSpec, gpu: Gpu | None, *, protocol: str, shared: int = 1) -> MemoryPlan:
     """Return how a worker uses the memory of its device, which several workers may share.
 
     Workers that share have no pool unless they ask, and divide the default limit; fractions that
@@ -136,8 +135,8 @@ def plan(
     tells. Raises UsageError for settings that cannot work.
     """
     if gpu is None:
-        return MemoryPlan()
-    installed = packages() if installed is None else installed
+        return ON_HOST
+    installed = packages()
     _check(spec, protocol, installed)
     pool_size, limit = 0, 0
     if spec.rmm_pool_size is not None:
@@ -213,7 +212,8 @@ def apply(plan: MemoryPlan, *, restarted: bool = False) -> None:
             f"or ask for less with --rmm-pool-size"
         ) from error
     for library in plan.libraries:
-        _allocate_through_rmm(library)
+        use, allocator = LIBRARIES[library]
+        resolve_name(use)(resolve_name(f"rmm.allocators.{library}:{allocator}"))
 
 
 def _make_pool(plan: MemoryPlan, *, restarted: bool) -> None:
@@ -238,25 +238,6 @@ def _make_pool(plan: MemoryPlan, *, restarted: bool) -> None:
             f"{format_bytes(plan.pool_size)}, on {plan.device}: the rest is still held, "
             f"{holders(plan.uuid)}"
         )
-
-
-def _allocate_through_rmm(library: str) -> None:
-    # dask-cuda's RMMSetup does the same, for CuPy and PyTorch only
-    if library == "cupy":
-        import cupy
-        from rmm.allocators.cupy import rmm_cupy_allocator
-
-        cupy.cuda.set_allocator(rmm_cupy_allocator)
-    elif library == "torch":
-        import torch
-        from rmm.allocators.torch import rmm_torch_allocator
-
-        torch.cuda.memory.change_current_allocator(rmm_torch_allocator)
-    else:
-        from numba import cuda
-        from rmm.allocators.numba import RMMNumbaManager
-
-        cuda.set_memory_manager(RMMNumbaManager)
 
 
 def store(plan: MemoryPlan, memory_limit: int) -> Any:
