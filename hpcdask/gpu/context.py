@@ -102,21 +102,17 @@ class FirstUse(threading.Thread):
         self.stopped = threading.Event()
 
     def run(self) -> None:
-        """Use the device, and keep errors: a Dask task that needs what fails here has them."""
+        """Use one operation after the other."""
+        # a Dask task that needs a library which is missing or fails here has the error
         with contextlib.suppress(Exception):
-            use_libraries(self.stopped)
+            import cupy
 
-
-def use_libraries(stopped: threading.Event) -> None:
-    """Use one operation after the other, until `stopped`."""
-    import cupy
-
-    # results are sent by it; numba comes with it, and takes half a second to load
-    importlib.import_module("distributed.protocol.cupy")
-    random = cupy.random.RandomState(1)
-    for dtype in ("f8", "f4"):
-        x = random.random_sample((64, 64), dtype)
-        for use in USES:
-            if stopped.is_set():
-                return
-            use(cupy, random, x)
+            # results are sent by it; numba comes with it, and takes half a second to load
+            importlib.import_module("distributed.protocol.cupy")
+            random = cupy.random.RandomState(1)
+            for dtype in ("f8", "f4"):
+                x = random.random_sample((64, 64), dtype)
+                for use in USES:
+                    if self.stopped.is_set():
+                        return
+                    use(cupy, random, x)
