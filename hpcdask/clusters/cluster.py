@@ -11,6 +11,7 @@ import math
 import os
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from subprocess import Popen
 from typing import Any, ClassVar, Self, cast
 
 from distributed import Scheduler, Security, rpc
@@ -103,7 +104,7 @@ class JobCluster(BaseCluster):
         self.queue, self.groups = self.options.queue, self.options.groups
         self.controller: Controller | None = None
         self._own_scheduler = ClusterScheduler(self.options, self._say)
-        self._watchdog: watchdog.Watchdog | None = None
+        self._watchdog: Popen[bytes] | None = None
         self._ending: asyncio.Future[None] | None = None
         if any(group.n_workers for group in self.groups.values()):
             self.queue.check()
@@ -214,10 +215,10 @@ class JobCluster(BaseCluster):
             if self._folder is not None:
                 self._folder.remove_keys()
         await super()._close()
-        if self._watchdog is not None:
-            self._watchdog.dismiss()
-        elif self._folder is not None:  # its start has failed
+        if self._folder is not None:
             self._folder.mark_ended()
+        if self._watchdog is not None:
+            watchdog.dismiss(self._watchdog)
         self._exits.close()
 
     def close(self, timeout: float | None = None) -> Awaitable[None] | None:

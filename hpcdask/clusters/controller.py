@@ -295,12 +295,12 @@ class Group:
             raise NoAnswer(str(error)) from error
         while self._missing() > 0:
             # the shared file system may be slow
-            submission = await asyncio.to_thread(folder.new_submission, self.name)
+            script = await asyncio.to_thread(folder.begin_submission, self.name)
             missing = self._missing()
             if (count := min(missing, largest)) <= 0:
                 return
             try:
-                ids = await queue.submit(str(submission.script), count)
+                ids = await queue.submit(str(script), count)
             except Refused as error:
                 if not error.fewer or count == 1:
                     raise
@@ -313,7 +313,7 @@ class Group:
                     raise
             else:
                 self.enter(ids)
-                await asyncio.to_thread(submission.record, ids)
+                await asyncio.to_thread(folder.record, ids, self.name)
 
     def _missing(self) -> int:
         """Return the number of jobs to submit now."""
@@ -325,7 +325,7 @@ class Group:
         tagged, mine = await self.controller.queue.tagged(), f"hpcdask:{self.prefix}"
         if found := [one for one, tag in tagged.items() if tag == mine and one not in self.jobs]:
             folder = self.controller.folder
-            await asyncio.to_thread(lambda: folder.new_submission(self.name).record(found))
+            await asyncio.to_thread(folder.record, found, self.name)
             self.enter(found)
 
     async def _give_up(self, failure: Failure) -> None:

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import dask.config
 
 from hpcdask.errors import UsageError
-from hpcdask.jobs.folder import base_path
-from hpcdask.jobs.owner import check_owned
+from hpcdask.jobs.folder import base_path, check_owned
 from hpcdask.node.scratch import base_folder
 from hpcdask.queues.environment import job_id
 from hpcdask.queues.registry import systems

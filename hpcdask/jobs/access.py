@@ -27,7 +27,7 @@ def load_security(info: Mapping[str, str]) -> Security | None:
     address = info.get("address")
     for folder in reversed(list_clusters()):
         if folder.ended is None and any(
-            f" {address} " in script.read_text() for script in folder.scripts()
+            f" {address} " in script.read_text() for script in folder.path.glob("script*.sh")
         ):
             return to_security(load_credentials(str(folder.keys)))
     return None

@@ -75,6 +75,4 @@ async def end_cluster(folder: ClusterFolder, queue: Queue, say: Callable[[str], 
 
 def may_bring_more(folder: ClusterFolder) -> bool:
     """Return whether the end of the notebook may have cut off a submission that goes on."""
-    scripts = [one.script for one in folder.submissions() if not one.is_answered]
-    begun = [script.stat().st_mtime for script in scripts if script.exists()]
-    return time.time() - max(begun, default=0) < UNANSWERED_S
+    return time.time() - max(folder.unanswered(), default=0) < UNANSWERED_S

@@ -3,14 +3,14 @@
 ::
 
     BASE/CLUSTER/              0700, on a file system that the nodes share; see `base_path`
-        cluster.json           queue, tag, and the process that holds the cluster
+        cluster.json           queue, and the process that holds the cluster
         report.json            what the cluster tells others; see `ClusterReport`
         script.sh              of every job; script-GROUP.sh of those of a group
-        submissions/001/       script.sh as submitted, ids (missing: none known)
-        submissions/GROUP-001/ the same of a group
+        jobs                   ids and times of the jobs that submissions brought
+        submitting-GROUP       while a submission has brought no job (yet)
         logs/                  JOBID.log, and queue-JOBID.log of the queue itself
         keys                   while the cluster lives
-        watchdog.log             what was done after the notebook's death
+        watchdog.log           what was done after the notebook's death
 
 Ids are recorded right after a submission. Those that a crash keeps from being recorded are
 found by the tag, which is on each job before it exists.
@@ -31,39 +31,15 @@ from pathlib import Path
 
 from hpcdask.errors import UsageError
 from hpcdask.process import home_folder
-from hpcdask.security.private import make_folders, write_private
+from hpcdask.security.private import make_folders, others_may_write, refuse_open, write_private
 
-from .owner import Owner, check_owned, read_end
+from .owner import Owner
 from .state import ClusterReport
 
-
-@dataclass
-class Submission:
-    """Call of the submit command: its folder, and the script in it."""
-
-    path: Path
-
-    def __post_init__(self) -> None:
-        group, _, number = self.path.name.rpartition("-")
-        self.group, self.number = group, int(number)  # the group is empty without groups
-        self.script, self._ids = self.path / "script.sh", self.path / "ids"
-
-    @property
-    def is_answered(self) -> bool:
-        """Return whether any of its jobs is recorded."""
-        return self._ids.exists()
-
-    def record(self, ids: Iterable[str]) -> None:
-        """Record jobs that it brought."""
-        lines = [f"{job_id}\n" for job_id in (*self.submitted(), *ids)]
-        write_private(str(self._ids), "".join(lines))
-
-    def submitted(self) -> dict[str, float]:
-        """Return the recorded jobs, with the unix time of their submission."""
-        try:
-            return dict.fromkeys(self._ids.read_text().split(), self._ids.stat().st_mtime)
-        except OSError:
-            return {}
+#: How the tags of batch jobs begin after ``hpcdask:``. No cluster's name has two dashes.
+BATCH = "submit-"
+#: How much of a log's end is read for its last lines.
+TAIL_BYTES = 1 << 18
 
 
 @dataclass(eq=False)
@@ -98,12 +74,10 @@ class ClusterFolder:
         parent = base_path(base)
         path = parent / name
         try:
-            make_folders(str(parent))
-            check_owned(parent)
+            make_owned(parent)
             path.mkdir(0o700)
             path.chmod(0o700)  # whatever the umask or an ACL says
             (path / "logs").mkdir(0o700)
-            (path / "submissions").mkdir(0o700)
             folder = cls(path, queue, Owner.this(), time.time())
             folder._write()
         except OSError as error:
@@ -111,16 +85,11 @@ class ClusterFolder:
                 f"the cluster's folder {path} cannot be made: {error.strerror}. Name another place "
                 f"that the nodes share: shared_temp_directory=…"
             ) from None
-        folder._link()
-        return folder
-
-    def _link(self) -> None:
-        """Link a folder elsewhere from the usual place, if there is one."""
-        usual = base_path()
-        if self.path.parent != usual:
+        if parent != (usual := base_path()):
             with contextlib.suppress(OSError):
                 make_folders(str(usual))
-                (usual / self.name).symlink_to(self.path)
+                (usual / name).symlink_to(path)
+        return folder
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> ClusterFolder:
@@ -144,13 +113,8 @@ class ClusterFolder:
             raise UsageError(f"{path} is not the folder of a cluster: {error}") from None
 
     def _write(self) -> None:
-        content = {
-            "queue": self.queue,
-            "tag": self.tag,
-            **asdict(self.owner),
-            "created": self.created,
-            "ended": self.ended,
-        }
+        times = {"created": self.created, "ended": self.ended}
+        content = {"queue": self.queue, **asdict(self.owner), **times}
         write_private(str(self.path / "cluster.json"), json.dumps(content, indent=2))
 
     def take_over(self) -> None:
@@ -173,39 +137,34 @@ class ClusterFolder:
         """Return the path of the script of a group's jobs."""
         return self.path / (f"script-{group}.sh" if group else "script.sh")
 
-    def scripts(self) -> list[Path]:
-        """Return the scripts of all groups."""
-        return sorted(self.path.glob("script*.sh"))
+    def write_script(self, text: str, group: str = "") -> None:
+        """Keep the script of all submissions."""
+        write_private(str(self.script(group)), text)
+        self.script(group).chmod(0o700)
 
-    def write_script(self, text: str, group: str = "") -> Path:
-        """Keep the script that submissions from now on have."""
-        return _write_script(self.script(group), text)
+    def begin_submission(self, group: str = "") -> Path:
+        """Note that a submission begins, until it has brought jobs; return its script."""
+        write_private(str(self.path / f"submitting-{group}"), "")
+        return self.script(group)
 
-    def new_submission(self, group: str = "") -> Submission:
-        """Make the folder of a group's next submission, with the script.
-
-        The folder of one that brought no job is taken again.
-        """
-        last = [one for one in self.submissions() if one.group == group][-1:]
-        if last and not last[0].is_answered:
-            submission = last[0]
-        else:
-            number = f"{last[0].number + 1 if last else 1:03}"
-            name = f"{group}-{number}" if group else number
-            submission = Submission(self.path / "submissions" / name)
-            submission.path.mkdir(0o700)
-        _write_script(submission.script, self.script(group).read_text())
-        return submission
-
-    def submissions(self) -> list[Submission]:
-        """Return all submissions, in the order of each group."""
-        found = map(Submission, (self.path / "submissions").glob("*[0-9]"))
-        return sorted(found, key=lambda one: (one.group, one.number))
+    def record(self, ids: Iterable[str], group: str = "") -> None:
+        """Record jobs that a submission brought, now."""
+        lines = "".join(f"{job_id} {time.time()}\n" for job_id in ids)
+        path = self.path / "jobs"
+        with open(path, "a", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(lines)
+        (self.path / f"submitting-{group}").unlink(missing_ok=True)
 
     def submitted(self) -> dict[str, float]:
-        """Return when each recorded job was submitted, in the order of each group's submissions."""
-        pairs = (one.submitted().items() for one in self.submissions())
-        return {job_id: at for some in pairs for job_id, at in some}
+        """Return the unix times at which the recorded jobs were submitted, the oldest first."""
+        with contextlib.suppress(OSError):
+            lines = map(str.split, (self.path / "jobs").read_text().splitlines())
+            return {words[0]: float(words[1]) for words in lines if len(words) == 2}
+        return {}
+
+    def unanswered(self) -> list[float]:
+        """Return the unix times at which submissions began that have brought no job (yet)."""
+        return [path.stat().st_mtime for path in self.path.glob("submitting-*")]
 
     def logs_in(self, path: str | os.PathLike[str]) -> None:
         """Put the logs into another folder, made if missing; call it before the first job.
@@ -215,8 +174,7 @@ class ClusterFolder:
         """
         target = base_path(path)
         try:
-            make_folders(str(target))
-            check_owned(target)
+            make_owned(target)
             (self.path / "logs").rmdir()
             (self.path / "logs").symlink_to(target)
         except OSError as error:
@@ -235,26 +193,22 @@ class ClusterFolder:
         by_words = {tuple(_words(job_id)): job_id for job_id in found}
         logs, own = self.path / "logs", []
         with contextlib.suppress(OSError):
-            for name in sorted(os.listdir(logs)):
-                stem, _, end = name.rpartition(".")
-                if end != "log":
-                    continue
-                if stem in found:
-                    own.append(stem)
-                elif stem.startswith("queue-"):
-                    words = _words(stem.removeprefix("queue-"))
-                    heads = (tuple(words[:count]) for count in range(len(words), 0, -1))
-                    if job_id := next(filter(None, map(by_words.get, heads)), None):
-                        found[job_id].append(logs / name)
-        for job_id in own:
-            found[job_id].append(self.log_path(job_id))
+            for path in sorted(logs / name for name in os.listdir(logs) if name.endswith(".log")):
+                words = _words(path.stem.removeprefix("queue-"))
+                heads = (tuple(words[:count]) for count in range(len(words), 0, -1))
+                if path.stem in found:
+                    own.append(path)
+                elif job_id := next(filter(None, map(by_words.get, heads)), None):
+                    found[job_id].append(path)
+        for path in own:
+            found[path.stem].append(path)
         return found
 
     def tails(self, ids: Iterable[str], lines: int | None = None) -> dict[str, list[str]]:
         """Return the last lines of each job's logs, or all; none where there are no logs (yet)."""
         found = {}
         for job_id, paths in self.logs_of(ids).items():
-            text = [line for path in paths for line in read_end(path, lines is None)]
+            text = [line for path in paths for line in _read_end(path, whole=lines is None)]
             found[job_id] = text if lines is None else text[max(0, len(text) - lines) :]
         return found
 
@@ -324,15 +278,38 @@ def prune(base: str | os.PathLike[str] | None = None, older_than_days: float = 3
     return removed
 
 
-def _write_script(path: Path, text: str) -> Path:
-    write_private(str(path), text)
-    path.chmod(0o700)
-    return path
+def make_owned(path: Path) -> None:
+    """Make a folder if it is missing, and check it as `check_owned` does. Raises OSError, too."""
+    make_folders(str(path))
+    check_owned(path)
+
+
+def check_owned(path: Path) -> None:
+    """Raise UsageError for a folder in which others could replace files.
+
+    It belongs to another user, or others may write in it or rename it.
+    """
+    status = path.stat()
+    yours = f"name one of yours, such as {path}/$USER"
+    if status.st_uid != os.geteuid():
+        raise UsageError(f"{path} belongs to another user (uid {status.st_uid}): {yours}")
+    if others_may_write(status):
+        shared = status.st_mode & stat.S_ISVTX
+        mend = yours if shared else f"chmod go-w {path}, or {yours}"
+        raise UsageError(f"others may write in {path}: {mend}")
+    try:
+        refuse_open(str(path))
+    except OSError as error:
+        raise UsageError(f"{error.strerror}. Name another folder than {path}") from None
+
+
+def _read_end(path: Path, *, whole: bool) -> list[str]:
+    """Return the last lines of a log, or all; none of a file that cannot be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(0 if whole else max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()
+    return []
 
 
 def _words(text: str) -> list[str]:
     return re.findall(r"[0-9A-Za-z]+", text)
-
-
-#: How the tags of these jobs begin after ``hpcdask:``. No cluster's name has two dashes.
-BATCH = "submit-"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import heapq
 import re
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 from .folder import ClusterFolder
 
-_STAMPED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) - (.*)")
+_STAMPED = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) - (.*)")
 _SIGNED = re.compile(r"(\S+) - (\S+) - ([A-Z]+) - (\S+ - .*)")
 _PLAIN = re.compile(r"(\S+) - ([A-Z]+) - (.*)")
 _OF_JOB = re.compile(r"hpcdask: (?:error: )?job \S+ on ([^\s:]+):")
@@ -32,45 +32,53 @@ class LogLine:
     text: str
 
     def __str__(self) -> str:
-        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        clock = str(datetime.fromtimestamp(int(self.time)))
         return " ".join([clock, self.node or "-", self.worker or "-", self.level or "-", self.text])
 
     def followed_by(self, text: str) -> LogLine:
         """Return the next line of the same file."""
-        stamped = _STAMPED.fullmatch(text)
-        if stamped is None:
+        if (stamped := _STAMPED.fullmatch(text)) is None:
             found = _OF_JOB.match(text)
             level = "ERROR" if text.startswith("hpcdask: error:") else ""
             return replace(self, node=found[1] if found else self.node, level=level, text=text)
-        at = time.mktime(time.strptime(stamped[1], "%Y-%m-%d %H:%M:%S")) + int(stamped[2]) / 1000
-        now = max(at, self.time)  # never before what stands above it
-        if signed := _SIGNED.fullmatch(stamped[3]):
+        now = max(self.time, datetime.fromisoformat(stamped[1]).timestamp())  # never earlier
+        if signed := _SIGNED.fullmatch(stamped[2]):
             return LogLine(now, *signed.groups())
-        if plain := _PLAIN.fullmatch(stamped[3]):
-            name, level, rest = plain.groups()
-            return replace(self, time=now, level=level, text=f"{name} - {rest}")
-        return replace(self, time=now, level="", text=stamped[3])
+        if plain := _PLAIN.fullmatch(stamped[2]):
+            return replace(self, time=now, level=plain[2], text=f"{plain[1]} - {plain[3]}")
+        return replace(self, time=now, level="", text=stamped[2])
 
 
 @dataclass
-class LogFile:
-    """A log that grows; `last` is its last line, before there are any what stands for it."""
+class GrowingFile:
+    """A file that another machine writes."""
 
     path: Path
-    last: LogLine
     _offset: int = 0
-    _rest: bytes = b""
+
+    def read(self) -> bytes:
+        """Return what is new; a file of a network shows it only when it is opened anew."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:
+            return b""
+        self._offset += len(new)
+        return new
+
+
+@dataclass
+class _Log:
+    """A job's log; `last` is its last line, before there are any what stands for it."""
+
+    file: GrowingFile
+    last: LogLine
+    rest: bytes = b""
 
     def read(self) -> list[LogLine]:
         """Return the whole lines that are new."""
-        try:
-            with self.path.open("rb") as file:  # a network's file shows them to who opens it anew
-                file.seek(self._offset)
-                content = file.read()
-        except OSError:
-            return []
-        self._offset += len(content)
-        *whole, self._rest = (self._rest + content).split(b"\n")
+        *whole, self.rest = (self.rest + self.file.read()).split(b"\n")
         lines = []
         for line in whole:
             self.last = self.last.followed_by(line.decode(errors="replace"))
@@ -83,17 +91,16 @@ class ClusterLogs:
     """All logs of a cluster's jobs."""
 
     folder: ClusterFolder
-    _files: dict[Path, LogFile] = field(default_factory=dict)
+    _logs: dict[Path, _Log] = field(default_factory=dict)
 
     def read(self) -> list[LogLine]:
         """Return the lines that are new since the last call, merged in their order."""
         submitted = self.folder.submitted()
         for job_id, paths in self.folder.logs_of(submitted).items():
+            start = LogLine(submitted[job_id], "", f"job-{job_id}", "", "")
             for path in paths:
-                if path not in self._files:
-                    start = LogLine(submitted[job_id], "", f"job-{job_id}", "", "")
-                    self._files[path] = LogFile(path, start)
-        return merged(file.read() for file in self._files.values())
+                self._logs.setdefault(path, _Log(GrowingFile(path), start))
+        return merged(log.read() for log in self._logs.values())
 
 
 def merged(files: Iterable[list[LogLine]]) -> list[LogLine]:

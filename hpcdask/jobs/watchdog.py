@@ -10,7 +10,6 @@ by themselves after their death timeout, and ``hpcdask down --dead`` cancels wha
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -36,40 +35,13 @@ watchdog.main()
 """
 
 
-class Watchdog:
-    """Handle on a cluster's watchdog."""
-
-    def __init__(self, process: subprocess.Popen[bytes], folder: ClusterFolder) -> None:
-        self.pid = process.pid
-        self._process = process
-        self._folder = folder
-        self._holder = os.getpid()
-
-    def dismiss(self) -> None:
-        """End the watchdog: the cluster has closed, and its jobs are gone."""
-        if os.getpid() != self._holder:
-            return  # a fork of the notebook
-        self._folder.mark_ended()
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(b".")
-            self._process.stdin.flush()
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(DISMISS_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-def start_watchdog(folder: ClusterFolder) -> Watchdog:
+def start_watchdog(folder: ClusterFolder) -> subprocess.Popen[bytes]:
     """Start the watchdog of a cluster, and wait until it watches.
 
     Raises QueueError if it does not start.
     """
-    package = Path(__file__).parents[2]
-    path = folder.path / "watchdog.log"
+    what = "the cluster's watchdog, which would cancel its jobs after the death of this process,"
+    package, path = Path(__file__).parents[2], folder.path / "watchdog.log"
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         process = subprocess.Popen(
@@ -81,8 +53,7 @@ def start_watchdog(folder: ClusterFolder) -> Watchdog:
         )
     except OSError as error:
         raise QueueError(
-            f"the cluster's watchdog, which would cancel its jobs after the death of this process, "
-            f"cannot be started: {error}. See free memory and processes (ulimit -u) here"
+            f"{what} cannot be started: {error}. See free memory and processes (ulimit -u) here"
         ) from None
     finally:
         os.close(log)
@@ -92,10 +63,18 @@ def start_watchdog(folder: ClusterFolder) -> Watchdog:
             process.kill()
             process.communicate()
             raise QueueError(
-                f"the cluster's watchdog, which would cancel its jobs after the death of this "
-                f"process, has not started within {START_S:g} s or has failed. See {path}"
+                f"{what} has not started within {START_S:g} s or has failed. See {path}"
             )
-    return Watchdog(process, folder)
+    return process
+
+
+def dismiss(process: subprocess.Popen[bytes]) -> None:
+    """End a watchdog: its cluster has closed, and its jobs are gone."""
+    try:
+        process.communicate(b".", DISMISS_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def main() -> None:

@@ -21,12 +21,11 @@ from hpcdask.clusters.options import (
     read_section,
 )
 from hpcdask.errors import QueueError, Refused, UsageError
-from hpcdask.jobs.folder import BATCH, base_path
-from hpcdask.jobs.owner import check_owned
+from hpcdask.jobs.folder import BATCH, base_path, make_owned
 from hpcdask.process import umask
 from hpcdask.queues.base import Queue
 from hpcdask.queues.registry import batch_systems, queue_class
-from hpcdask.security.private import make_folders, write_private
+from hpcdask.security.private import write_private
 
 from .request import BatchRequest
 
@@ -71,9 +70,8 @@ class Batch:
         base = base_path(dask.config.get(configured, None))
         path = base / "submitted" / f"{self.label}.sh"
         try:
-            for folder in (base, path.parent):
-                make_folders(str(folder))
-                check_owned(folder)
+            make_owned(base)
+            make_owned(path.parent)
             Path(self.logs).mkdir(parents=True, exist_ok=True)
             write_private(str(path), self.text)
             path.chmod(0o700)

@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcdask.errors import QueueError
 from hpcdask.jobs.cancel import end_jobs
+from hpcdask.jobs.logs import GrowingFile
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, WAITING, QueueState, QueueStatus
 
@@ -29,25 +30,17 @@ SILENT_S, MISSING_S = 600.0, 30.0
 Say = Callable[[str], None]
 
 
-class Log:
-    """A file that another machine writes, copied to stdout."""
+class Log(GrowingFile):
+    """The log of a batch job, copied to stdout."""
 
     def __init__(self, path: Path, say: Say) -> None:
-        self.path = path
+        super().__init__(path)
         self.say = say
-        self.offset = 0
 
     def copy(self) -> None:
-        """Write what is new; a file of a network shows it only when it is opened anew."""
+        """Write what is new."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                new = file.read()
-        except OSError:
-            return
-        self.offset += len(new)
-        try:
-            sys.stdout.buffer.write(new)
+            sys.stdout.buffer.write(self.read())
             sys.stdout.flush()
         except BrokenPipeError:
             self.say(f"nobody reads stdout any more; the wait goes on. Log: {self.path}")

@@ -11,7 +11,7 @@ import time
 from types import SimpleNamespace
 
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.jobs.watchdog import start_watchdog
+from hpcdask.jobs.watchdog import dismiss, start_watchdog
 from hpcdask.queues.base import Request
 from hpcdask.queues.local import LocalQueue
 from hpcdask.security.credentials import save_credentials
@@ -25,12 +25,11 @@ job = SimpleNamespace(shebang="", job_header="", _job_script_prologue=[])
 folder.write_script(queue.script(job, request, [], "exec sleep 1000"))
 os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
 watchdog = None if "--no-watchdog" in options else start_watchdog(folder)
-submission = folder.new_submission()
-ids = asyncio.run(queue.submit(str(submission.script), int(count)))
+ids = asyncio.run(queue.submit(str(folder.begin_submission()), int(count)))
 if "--unrecorded" not in options:
-    submission.record(ids)
+    folder.record(ids)
 if "--forked" in options and os.fork() == 0:
     time.sleep(1000)
 print(watchdog.pid if watchdog else 0, flush=True)
 if sys.stdin.readline().strip() == "dismiss":
-    watchdog.dismiss()
+    dismiss(watchdog)

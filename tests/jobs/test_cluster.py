@@ -154,11 +154,12 @@ def test_the_preview_is_what_is_submitted(folder: Path):
     with make(folder, job_script_prologue=["export GREETING='it''s me'"]) as cluster:
         preview = cluster.job_script()
         cluster.scale(1)
-        (script,) = folder.glob("*/submissions/*/script.sh")
+        (script,) = folder.glob("*/script.sh")
         assert script.read_text() == preview
         assert "export GREETING='it''s me'" in preview
-        ids = (script.parent / "ids").read_text().split()
-        assert ids == [job.id for job in cluster.jobs()]
+        assert list(ClusterFolder.open(script.parent).submitted()) == [
+            job.id for job in cluster.jobs()
+        ]
 
 
 def test_adapt_follows_a_burst_and_wastes_no_job(folder: Path):

@@ -114,7 +114,8 @@ def test_jobs_that_were_not_recorded_are_found_by_their_tag(start, monkeypatch):
     notebook = start("--unrecorded")
     assert not notebook.folder.submitted()
     # long ago, so that the watchdog does not wait for more of them
-    os.utime(notebook.folder.new_submission().script, (0, 0))
+    (mark,) = notebook.folder.path.glob("submitting-*")
+    os.utime(mark, (0, 0))
     notebook.kill()
     assert_all_gone(notebook)
 
@@ -221,12 +222,12 @@ def end_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cancel, "PAUSE_S", (0.001, 0.01))
     folder = ClusterFolder.create("ab-1", "local", tmp_path)
     folder.write_script("")
-    folder.new_submission().record(["7", "8", "10"])
+    folder.record(["7", "8", "10"])
 
     def end_all(queue: Jobs, cut_off: bool = False) -> list[str]:
         said: list[str] = []
         if cut_off:
-            folder.new_submission()
+            folder.begin_submission()
             monkeypatch.setattr(cancel, "UNANSWERED_S", 0.5)
         asyncio.run(cancel.end_cluster(folder, queue, said.append))
         return said

@@ -86,7 +86,7 @@ def test_end_to_end(desk: Desk, tmp_path: Path):
     script = shown(notebook, "script")
     assert "#SBATCH --gres=gpu:1\n" in script
     assert "-m hpcdask.worker --scheduler tls://" in script
-    (kept,) = desk.home.glob(".hpcdask/*/submissions/001/script.sh")
+    (kept,) = desk.home.glob(".hpcdask/*/script.sh")
     assert f"{kept.read_text()}\n" == script
 
     assert states(shown(notebook, "compute")) & {"starting", "running"}

@@ -177,8 +177,7 @@ def test_a_queue_that_hangs_and_that_no_cluster_uses_is_noted(
     """Regression: a cluster that was over named its system, which then had minutes to answer."""
     monkeypatch.setattr(discovery, "GUESS_TIMEOUT_S", 0.5)
     folder = ClusterFolder.create("ab-1", "slurm", base=tmp_path)
-    folder.write_script("")
-    folder.new_submission().record(["1"])
+    folder.record(["1"])
     folder.mark_ended()
     slurm_commands(on_path, HANGS)
     said = invoke(tmp_path, *words)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpcdask.errors import UsageError
-from hpcdask.jobs import owner
+from hpcdask.jobs import folder as cluster_folder
 from hpcdask.jobs.cancel import may_bring_more
 from hpcdask.jobs.detached import ControlRecord, named
 from hpcdask.jobs.folder import ClusterFolder, base_path, list_clusters, prune
@@ -61,14 +61,15 @@ def test_everything_is_private_whatever_the_umask(tmp_path):
     try:
         made = ClusterFolder.create("ab-1", "slurm", tmp_path / "a/b")
         made.write_script("#!/bin/bash\n")
-        made.new_submission().record(["1"])
+        made.begin_submission()
+        made.record(["1"])
+        made.begin_submission("gpu")
     finally:
         os.umask(before)
-    files = [made.path / "cluster.json", made.path / "submissions/001/ids"]
-    scripts = [made.path / "script.sh", made.path / "submissions/001/script.sh"]
+    files = [made.path / name for name in ("cluster.json", "jobs", "submitting-gpu")]
     folders = [tmp_path / "a", tmp_path / "a/b", made.path, made.path / "logs"]
     assert {mode(path) for path in files} == {0o600}
-    assert {mode(path) for path in [*scripts, *folders, made.path / "submissions"]} == {0o700}
+    assert {mode(path) for path in [made.path / "script.sh", *folders]} == {0o700}
 
 
 def test_the_environment_names_the_usual_base(tmp_path, monkeypatch):
@@ -148,7 +149,6 @@ def test_open_knows_what_create_wrote(cluster):
     again = ClusterFolder.open(cluster.path)
     assert (again.name, again.queue, again.tag) == ("ab-1", "slurm", "hpcdask:ab-1")
     assert (again.owner, again.created, again.ended) == (Owner.this(), cluster.created, None)
-    assert json.loads((cluster.path / "cluster.json").read_text())["tag"] == cluster.tag
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"queue": "slurm"}'])
@@ -169,16 +169,11 @@ def test_what_is_no_clusters_folder_is_skipped(cluster, content):
         ClusterFolder.open(opened.path)
 
 
-def test_submissions_are_numbered_and_keep_their_script(cluster):
-    first = cluster.new_submission()
-    first.record(["7_1", "7_2"])
-    cluster.write_script("#!/bin/bash\necho second\n")
-    second = cluster.new_submission()
-    second.record(["8"])
-    second.record(["9"])
-    assert [first.path.name, second.path.name] == ["001", "002"]
-    assert "first" in first.script.read_text()
-    assert "second" in second.script.read_text()
+def test_jobs_of_submissions_are_recorded(cluster):
+    for group, ids in (("", ["7_1", "7_2"]), ("gpu", ["8"]), ("gpu", ["9"])):
+        cluster.write_script("#!/bin/bash\n", group)
+        assert cluster.begin_submission(group).read_text() == "#!/bin/bash\n"
+        cluster.record(ids, group)
     again = ClusterFolder.open(cluster.path)
     assert list(again.submitted()) == ["7_1", "7_2", "8", "9"]
     assert abs(again.submitted()["7_2"] - time.time()) < 600
@@ -186,12 +181,15 @@ def test_submissions_are_numbered_and_keep_their_script(cluster):
 
 def test_an_unanswered_submission_may_bring_jobs_for_some_time(cluster):
     assert not may_bring_more(cluster)
-    submission = cluster.new_submission()
+    cluster.begin_submission("gpu")
+    cluster.begin_submission("cpu")
+    cluster.record(["1"], "cpu")
     assert may_bring_more(cluster)
-    os.utime(submission.script, (0, time.time() - 1000))
+    os.utime(cluster.path / "submitting-gpu", (0, time.time() - 1000))
     assert not may_bring_more(cluster)
-    os.utime(submission.script)
-    submission.record(["1"])
+    cluster.begin_submission("gpu")
+    assert may_bring_more(cluster)
+    cluster.record(["2"], "gpu")
     assert not may_bring_more(cluster)
 
 
@@ -219,7 +217,7 @@ def test_tail(cluster, monkeypatch):
     assert cluster.tails(["5", "6"]) == {"5": all_lines, "6": []}
     for lines, shown in ((2, all_lines[2:]), (100, all_lines), (0, [])):
         assert cluster.tails(["5", "6"], lines) == {"5": shown, "6": []}
-    monkeypatch.setattr(owner, "TAIL_BYTES", 5)
+    monkeypatch.setattr(cluster_folder, "TAIL_BYTES", 5)
     assert cluster.tails(["5"], 1) == {"5": ["three"]}
     assert cluster.tails(["5"]) == {"5": all_lines}
 

@@ -34,10 +34,9 @@ hpcdask: error: job 2 on n2: no scheduler
 @pytest.fixture
 def folder(tmp_path: Path) -> ClusterFolder:
     found = ClusterFolder.create("c", "local", tmp_path / "base")
-    found.write_script("")
-    found.new_submission().record(["1", "2"])
-    for path in (found.path / "submissions").glob("*/ids"):
-        os.utime(path, (0, time.mktime((2026, 11, 23, 10, 0, 0, 0, 0, -1))))
+    found.record(["1", "2"])
+    submitted = time.mktime((2026, 11, 23, 10, 0, 0, 0, 0, -1))
+    (found.path / "jobs").write_text(f"1 {submitted}\n2 {submitted}\n")
     found.log_path("1").write_text(FIRST)
     found.log_path("2").write_text(SECOND)
     return found
@@ -72,7 +71,7 @@ def test_a_read_lists_the_logs_once_however_many_jobs_there_are(
 ):
     """Regression: 2,000 jobs took 9 s a read, as the folder was listed for each."""
     ids = [f"7_{number}" for number in range(300)]
-    folder.new_submission().record(ids)
+    folder.record(ids)
     for job_id in ids:
         folder.log_path(job_id).write_text("one\n")
     listed, listdir = [], os.listdir
