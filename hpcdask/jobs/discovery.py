@@ -42,26 +42,26 @@ class ClusterRecord:
         """Return whether its notebook lives; None if that cannot be seen from here."""
         if self.scheduler is not None:
             return True
-        if self.folder and self.folder.ended is None and scheduler_job(self.folder):
-            return False  # the queue does not show it
-        return self.folder.lives() if self.folder else None
+        if self.folder is None:
+            return None
+        in_job = self.folder.ended is None and scheduler_job(self.folder) is not None
+        return False if in_job else self.folder.lives()  # the queue does not show the job
 
     def _report(self) -> ClusterReport:
         """Return the cluster's own word; one that is gone tells nothing."""
-        has_word = self.folder and self.lives is not False
+        has_word = self.folder is not None and self.lives is not False
         return self.folder.report() if self.folder and has_word else ClusterReport()
 
     def problem(self) -> str:
         """Return why workers do not come, as the cluster or the queue tells."""
-        text = self._report().problem
         waiting = [*self.jobs.values(), *filter(None, [self.scheduler])]
-        return text or "; ".join(lasting(waiting, queue_class(self.queue)).values())
+        by_queue = lasting(waiting, queue_class(self.queue))
+        return self._report().problem or "; ".join(by_queue.values())
 
     @property
     def elsewhere(self) -> str | None:
         """Return the name of the other machine whose processes the jobs are, or None."""
-        known = self.folder and self.queue in systems()
-        if self.folder is None or not (known and queue_class(self.queue).is_local):
+        if self.folder is None or not queue_class(self.queue).is_local:
             return None
         host = self.folder.owner.host
         return None if host == os.uname().nodename else host
@@ -94,19 +94,22 @@ async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, Queue
     tells of others, unless one answers: on many sites, another system's commands are wrappers.
     """
     folders = {folder.name: folder for folder in list_clusters(base)}
-    clusters = {
-        folder.name: ClusterRecord(folder.name, folder.queue, folder)
-        for folder in folders.values()
-        if folder.ended is None
-    }
+    clusters: dict[str, ClusterRecord] = {}
+    problems: dict[str, QueueError] = {}
+    for name, folder in folders.items():
+        if folder.ended is None and folder.queue in systems():
+            clusters[name] = ClusterRecord(name, folder.queue, folder)
+        elif folder.ended is None:
+            problems[folder.queue] = QueueError(
+                f"{name} is in a queue {folder.queue!r}, which no package here knows"
+            )
     used = {cluster.queue for cluster in clusters.values()}
-    problems = {}
     # a system that is used comes first: another one's commands may be wrappers around its own
     names = sorted(systems(), key=lambda name: name not in used)
     answers = await asyncio.gather(*(_ask(name, name in used) for name in names))
-    pairs = zip(names, answers, strict=True)
-    silent = all(queue_class(name).is_local for name, one in pairs if isinstance(one, dict))
-    for system, answer in zip(names, answers, strict=True):
+    by_system = dict(zip(names, answers, strict=True))
+    silent = all(queue_class(name).is_local for name in names if isinstance(by_system[name], dict))
+    for system, answer in by_system.items():
         if isinstance(answer, HpcdaskError):
             if system in used:
                 problems[system] = QueueError(answer)

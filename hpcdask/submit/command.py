@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -33,102 +34,80 @@ class Submit(click.Command):
             ) from None
 
 
+def option(words: str, text: str, **settings: Any) -> Callable[[Any], Any]:
+    """Make an option of its names and the word for its value, as its help text shows them."""
+    names = words.split()
+    metavar = names.pop() if names[-1].isupper() else None
+    return click.option(*names, metavar=metavar, help=text, **settings)
+
+
+POSITIVE, CPU, LAUNCHERS = (
+    click.IntRange(1),
+    click.Choice(["cpu"]),
+    click.Choice(["srun", "mpirun"]),
+)
+
+
 @click.command(
     cls=Submit,
     # What follows the program's name belongs to the program
     context_settings={"allow_interspersed_args": False},
     epilog="Example: hpcdask submit -N 2 --gpus-per-node 4 -t 1:00:00 script.py",
 )
-@click.option(
+@option(
     "--system",
+    "Queueing system. Default: the one whose commands are found here.",
     type=click.Choice(batch_systems()),
-    help="Queueing system. Default: the one whose commands are found here.",
 )
-@click.option("--dry-run", is_flag=True, help="Print the script and submit nothing.")
-@click.option(
+@option("--dry-run", "Print the script and submit nothing.", is_flag=True)
+@option(
     "--wait",
-    is_flag=True,
-    help="Show the log while the job runs, and return the program's exit code. Ctrl-C and SIGTERM "
+    "Show the log while the job runs, and return the program's exit code. Ctrl-C and SIGTERM "
     "cancel the job.",
+    is_flag=True,
 )
-@click.option(
-    "-N",
-    "--nodes",
-    default=1,
-    show_default=True,
-    type=click.IntRange(1),
-    metavar="N",
-    help="Number of nodes.",
-)
-@click.option(
-    "--gpus-per-node",
+@option("-N --nodes N", "Number of nodes.", default=1, show_default=True, type=POSITIVE)
+@option(
+    "--gpus-per-node N",
+    "GPUs per node; each gets a Dask worker. 0: one worker per node, on its CPU.",
     default=1,
     show_default=True,
     type=click.IntRange(0),
-    metavar="N",
-    help="GPUs per node; each gets a Dask worker. 0: one worker per node, on its CPU.",
 )
-@click.option(
-    "--device",
-    type=click.Choice(["cpu"]),
-    help="cpu: no GPU is requested, as with --gpus-per-node 0.",
+@option("--device", "cpu: no GPU is requested, as with --gpus-per-node 0.", type=CPU)
+@option(
+    "-t --time walltime TIME",
+    "Walltime, such as 1:00:00. Default: as configured for dask-jobqueue, 30 min.",
 )
-@click.option(
-    "-t",
-    "--time",
-    "walltime",
-    metavar="TIME",
-    help="Walltime, such as 1:00:00. Default: as configured for dask-jobqueue, 30 min.",
+@option("-p -q --partition --queue queue NAME", "Queue; SLURM's partition.")
+@option("-J --job-name NAME", "Name of the job. Default: the program's.")
+@option("-A --account NAME", "Account or project to charge.")
+@option(
+    "-c --cpus-per-gpu N",
+    "Cores per GPU, as --cpus-per-task of sbatch: each GPU has a rank. Default: the site's.",
+    type=POSITIVE,
 )
-@click.option(
-    *("-p", "-q", "--partition", "--queue", "queue"),
-    metavar="NAME",
-    help="Queue; SLURM's partition.",
-)
-@click.option("-J", "--job-name", metavar="NAME", help="Name of the job. Default: the program's.")
-@click.option("-A", "--account", metavar="NAME", help="Account or project to charge.")
-@click.option(
-    *("-c", "--cpus-per-gpu"),
-    type=click.IntRange(1),
-    metavar="N",
-    help="Cores per GPU, as --cpus-per-task of sbatch: each GPU has a rank. Default: the site's.",
-)
-@click.option(
-    "--mem",
-    metavar="SIZE",
-    help="Host memory per node, as by sbatch: 64G is 64 GiB, 64000 is in MB, 0 is all (SLURM). "
+@option(
+    "--mem SIZE",
+    "Host memory per node, as by sbatch: 64G is 64 GiB, 64000 is in MB, 0 is all (SLURM). "
     "Default: the site's.",
 )
-@click.option(
-    "--prologue",
+@option(
+    "--prologue LINE",
+    'Shell line before the launch, such as "module load cuda". May be repeated.',
     multiple=True,
-    metavar="LINE",
-    help='Shell line before the launch, such as "module load cuda". May be repeated.',
 )
-@click.option(
-    "--directive",
-    "directives",
+@option(
+    "--directive directives LINE",
+    "Extra option of the queueing system, such as --exclusive. May be repeated.",
     multiple=True,
-    metavar="LINE",
-    help="Extra option of the queueing system, such as --exclusive. May be repeated.",
 )
-@click.option(
-    "--launcher",
-    type=click.Choice(["srun", "mpirun"]),
-    help="What starts the ranks. Default: srun with SLURM, else mpirun.",
+@option(
+    "--launcher", "What starts the ranks. Default: srun with SLURM, else mpirun.", type=LAUNCHERS
 )
-@click.option(
-    "--container",
-    metavar="WORDS",
-    help='Command before python, such as "apptainer exec --nv image.sif".',
-)
-@click.option(
-    "--run",
-    default="",
-    metavar="OPTIONS",
-    help='Options of hpcdask run, all in quotes, such as "--protocol ucx".',
-)
-@click.option("-m", "is_module", is_flag=True, help="The program is a module.")
+@option("--container WORDS", 'Command before python, such as "apptainer exec --nv image.sif".')
+@option("--run OPTIONS", 'Options of hpcdask run, all in quotes, such as "--protocol ucx".')
+@option("-m is_module", "The program is a module.", is_flag=True)
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, metavar="[PROGRAM [ARGUMENTS]...]")
 def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
     """Submit a Python program as one batch job with a Dask cluster.
@@ -138,7 +117,7 @@ def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
     """
     from .batch import find_system, prepare
 
-    asked = _read(job)
+    asked = _read(**job)
     system = system or find_system()
     if not dry_run:
         sys.exit(asyncio.run(_submit(system, asked, wait=wait)))
@@ -149,18 +128,23 @@ def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
     click.echo(asyncio.run(prepare(system, asked)).text, nl=False)
 
 
-def _read(job: dict[str, Any]) -> Any:
+def _read(
+    *, run: str | None, mem: str | None, device: str | None, gpus_per_node: int, **job: Any
+) -> Any:
+    from hpcdask.runner.options import parse
+
     from . import request
 
-    run = request.read_words(job.pop("run"), "--run")
+    options = request.read_words(run or "", "--run")
     source = click.get_current_context().get_parameter_source("gpus_per_node")
     default = source is ParameterSource.DEFAULT
-    cpu = job.pop("device") == "cpu"
-    if cpu and not default and job["gpus_per_node"]:
+    if device and gpus_per_node and not default:
         raise UsageError("--device cpu and --gpus-per-node: choose one of them")
-    if cpu or (default and request.wants_cpu(run)):
-        job["gpus_per_node"] = 0
-    asked = request.BatchRequest(memory=request.read_memory(job.pop("mem")), run=run, **job)
+    if device or (default and parse(options).spec.device == "cpu"):
+        gpus_per_node = 0
+    asked = request.BatchRequest(
+        memory=request.read_memory(mem), run=options, gpus_per_node=gpus_per_node, **job
+    )
     request.check(asked)
     return asked
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hpcdask.errors import UsageError
@@ -50,8 +48,7 @@ class BatchRequest(Allocation):
         In a job, the runner expects GPUs unless an option says that there are none. The range of
         ports is that of the configuration here, which the nodes may not have.
         """
-        given = {word.partition("=")[0] for word in self.run}
-        words = [*self.run]
+        words, given = [*self.run], {word.partition("=")[0] for word in self.run}
         if "--port-range" not in given and (ports := configured_port_range()):
             words += ["--port-range", ports]
         bare = (re.sub(r"^\s*#\S+", "", line) for line in self.directives)
@@ -71,11 +68,6 @@ class BatchRequest(Allocation):
         """Return a name for files and tags, which no other job has."""
         plain = re.sub(r"\W+", "_", self.name, flags=re.ASCII).strip("_")[:40] or "job"
         return f"{plain}-{os.urandom(3).hex()}"
-
-
-def wants_cpu(run: Sequence[str]) -> bool:
-    """Return whether options of the runner have all workers compute on CPUs."""
-    return "--device=cpu" in run or ("--device", "cpu") in itertools.pairwise(run)
 
 
 def read_memory(text: str | None) -> int | None:
@@ -106,19 +98,18 @@ def check(asked: BatchRequest) -> None:
     """
     from hpcdask.runner.options import parse
 
-    for option, lines in (("--prologue", asked.prologue), ("--directive", asked.directives)):
+    written = {
+        "--prologue": asked.prologue,
+        "--directive": asked.directives,
+        "--container": [asked.container or ""],
+        "the program's argument": asked.words,
+        "the current folder": [asked.folder],
+        "--job-name": [asked.name],
+    }
+    for what, lines in written.items():
         for line in lines:
-            if not one_line(line, option).strip():
-                raise UsageError(f"{option} is empty: leave it out")
-    if asked.container is not None:
-        container = one_line(asked.container, "--container")
-        if not read_words(container, "--container"):
-            raise UsageError("--container is empty: leave it out")
-    for word in asked.words:
-        one_line(word, "the program's argument")
-    one_line(asked.folder, "the current folder")
-    one_line(asked.name, "--job-name")
-    alone = parse(asked.run).program
+            one_line(line, what)
+    read_words(asked.container or "", "--container")
     launch = parse(asked.words)
     wanted = len(launch.spec.kinds())
     if wanted not in (0, asked.ranks):
@@ -130,12 +121,12 @@ def check(asked: BatchRequest) -> None:
         )
     ports, ucx = launch.spec.configured().port_range, launch.spec.protocol == "ucx"
     check_size(ports, asked.ranks, ucx=ucx, more=PER_SCHEDULER, where="on the first node")
-    found = launch.program
-    if alone or (found.target if found else None) != (asked.program[0] if asked.program else None):
+    if parse(asked.run).program:
         raise UsageError(
             f"--run {shlex.join(asked.run)!r} has more than options of python -m hpcdask.run: "
             f"the program stands behind the options of hpcdask submit"
         )
+    found = launch.program
     if found is None and not launch.spec.scheduler_file:
         raise UsageError(
             "which program? Name a script or -m MODULE. For a cluster that stays up: "

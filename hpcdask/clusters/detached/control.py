@@ -111,7 +111,7 @@ class Control:
 
     async def _look(self) -> None:
         """End the cluster if it is time, or somebody has noted that it is to end."""
-        limit_s = self.request.idle_timeout_s
+        limit_s, walltime_s = self.request.idle_timeout_s, self.request.walltime_s
         with contextlib.suppress(UsageError):
             record = await asyncio.to_thread(ControlRecord.read, self.folder)
             if record is not None and record.state == ENDING:
@@ -120,22 +120,24 @@ class Control:
             self.end("its scheduler was shut down, such as by Client.shutdown")
         elif limit_s is not None and self._idle_s() > limit_s:
             self.end(f"nobody used it for {limit_s:g} s (idle_timeout)")
-        elif (walltime_s := self.request.walltime_s) is not None:
-            ends = self._began + walltime_s
-            left = ends - time.time()
-            if left < min(END_BEFORE_S, walltime_s / 10):
+        elif walltime_s is not None:
+            left_s = self._began + walltime_s - time.time()
+            if left_s < min(END_BEFORE_S, walltime_s / 10):
                 self.end("the walltime of its scheduler's job is reached")
-            elif left < min(WARN_BEFORE_S, walltime_s / 4) and not self._warned:
-                self._warned = True
-                at = time.strftime("%H:%M:%S", time.localtime(ends))
-                text = (
-                    f"warning: the cluster {self.request.name} ends at {at}, by the walltime of "
-                    f"its scheduler's job: what is persisted in it will be lost"
-                )
-                say(text)
-                upstream.log(self.cluster, text)  # for attached notebooks
-                message = {"args": (f"hpcdask: {text}",), "file": 2, "flush": True}
-                self.scheduler.log_event("print", message)  # for clients
+            elif left_s < min(WARN_BEFORE_S, walltime_s / 4) and not self._warned:
+                self._warn(time.localtime(self._began + walltime_s))
+
+    def _warn(self, end: time.struct_time) -> None:
+        """Tell the log, attached notebooks and clients of the walltime's end."""
+        self._warned = True
+        text = (
+            f"warning: the cluster {self.request.name} ends at {time.strftime('%H:%M:%S', end)}, "
+            f"by the walltime of its scheduler's job: what is persisted in it will be lost"
+        )
+        say(text)
+        upstream.log(self.cluster, text)
+        message = {"args": (f"hpcdask: {text}",), "file": 2, "flush": True}
+        self.scheduler.log_event("print", message)
 
     def _idle_s(self) -> float:
         """Return the seconds since the last client, attached notebook, or Dask task to compute."""
@@ -166,18 +168,18 @@ class Control:
             too_few = await self.cluster.too_few(keywords.get("n_workers", 0))
             jobs, lines = self.cluster.jobs(), upstream.logged(self.cluster)
             status = Status(
-                list(jobs),
-                list(self.cluster.groups),
-                list(self.cluster.gpus()),
-                from_error(self.cluster.failure),
-                from_error(too_few),
-                lines[told:],
-                len(lines),
-                sorted(self.cluster.plan),
-                self.cluster.dashboard_link,
-                self.cluster.tunnel,
-                jobs.problem,
-                self._adaptive is not None,
+                jobs=list(jobs),
+                groups=list(self.cluster.groups),
+                gpus=list(self.cluster.gpus()),
+                failure=from_error(self.cluster.failure),
+                too_few=from_error(too_few),
+                lines=lines[told:],
+                told=len(lines),
+                requested=sorted(self.cluster.plan),
+                dashboard=self.cluster.dashboard_link,
+                tunnel=self.cluster.tunnel,
+                problem=jobs.problem,
+                adapts=self._adaptive is not None,
             )
             return {"status": json.dumps(status.to_json(), default=sorted)}
         except Exception as error:  # the notebook raises it
@@ -212,7 +214,7 @@ async def clean_up(folder: ClusterFolder, code: int) -> int:
 async def run(folder: ClusterFolder, arguments: list[str]) -> int:
     """Run the cluster, or clean up after it, and return the exit code."""
     record = ControlRecord.read(folder)
-    if arguments[:1] == ["--after"] or record is None or record.state != SUBMITTED:
+    if arguments or record is None or record.state != SUBMITTED:
         return await clean_up(folder, int(arguments[1]) if arguments else -1)
     try:
         request = ControlRequest.load(folder)
@@ -233,11 +235,6 @@ async def run(folder: ClusterFolder, arguments: list[str]) -> int:
     return 0
 
 
-def main(arguments: list[str]) -> int:
-    """Return the exit code for these words of the command line."""
-    os.umask(0o077)
-    return asyncio.run(run(ClusterFolder.open(arguments[0]), arguments[1:]))
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    os.umask(0o077)
+    sys.exit(asyncio.run(run(ClusterFolder.open(sys.argv[1]), sys.argv[2:])))

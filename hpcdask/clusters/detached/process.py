@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib
 import json
 import os
 import shlex
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import dask.config
 from distributed import Security
+from distributed.utils import import_term
 
 from hpcdask.clusters.keywords import seconds
 from hpcdask.clusters.options import ClusterOptions, JobOptions, read_job_options, read_section
@@ -90,9 +90,8 @@ class ControlRequest:
                 f"scheduler's job has (python=…): install the same"
             )
         request = cls(**known)
-        if "scheduler_cls" in request.keywords:
-            module, _, name = request.keywords["scheduler_cls"].partition(":")
-            request.keywords["scheduler_cls"] = getattr(importlib.import_module(module), name)
+        if name := request.keywords.get("scheduler_cls"):
+            request.keywords["scheduler_cls"] = import_term(name)
         return request
 
 

@@ -6,7 +6,6 @@ version of `hpcdask.jobs.detached`.
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ def plain(value: Any, what: str) -> Any:
         if isinstance(value, timedelta):
             return value.total_seconds()
         if isinstance(value, type):
-            return f"{value.__module__}:{value.__qualname__}"
+            return f"{value.__module__}.{value.__qualname__}"
         if isinstance(value, Mapping):
             return dict(value)
         if isinstance(value, os.PathLike):
@@ -44,8 +43,8 @@ def plain(value: Any, what: str) -> Any:
     try:
         return json.loads(json.dumps(value, default=convert))
     except (TypeError, ValueError) as error:
-        message = f"{what} cannot be sent to the process of a detached cluster: {error}"
-        raise UsageError(message) from None
+        text = f"{what} cannot be sent to the process of a detached cluster: {error}"
+        raise UsageError(text) from None
 
 
 def from_error(error: BaseException | None) -> dict[str, str] | None:
@@ -54,13 +53,11 @@ def from_error(error: BaseException | None) -> dict[str, str] | None:
 
 
 def to_error(known: Mapping[str, str] | None) -> Any:
-    """Return the error again; an error of a class that is not known here becomes a ClusterError."""
+    """Return the error again; one that is not of `hpcdask.errors` becomes a ClusterError."""
     if known is None:
         return None
-    name = known["class"]
-    kind = getattr(errors, name, None) or getattr(builtins, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        return ClusterError(f"{name}: {known['text']}")
+    if (kind := getattr(errors, known["class"], None)) is None:
+        return ClusterError(f"{known['class']}: {known['text']}")
     return errors.remake(kind, (known["text"],))
 
 
