@@ -157,8 +157,7 @@ def test_a_dismissed_watchdog_does_nothing(start):
     assert notebook.process.returncode == 0
     assert len(notebook.jobs()) >= 3
     assert (notebook.folder.path / "watchdog.log").read_text() == ""
-    assert ClusterFolder.open(notebook.folder.path).ended is not None
-    assert not notebook.folder.keys.exists()
+    assert notebook.folder.keys.exists()  # its cluster removes them
 
 
 def test_the_watchdog_loads_no_dask():

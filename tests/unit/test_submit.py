@@ -17,21 +17,15 @@ from click.testing import CliRunner, Result
 from hpcdask.cli import main
 from hpcdask.errors import QueueError, UsageError
 from hpcdask.queues.job_state import QueueState, QueueStatus
+from hpcdask.queues.registry import queue_class
 from hpcdask.queues.slurm import SlurmQueue
 from hpcdask.submit import follow
 
-ASKED = ("-N", "2", "--gpus-per-node", "4", "-t", "1:00:00", "--cpus-per-gpu", "8")
-
-
+SHAPE = ("-N", "2", "--gpus-per-node", "4", "-t", "1:00:00")
 MORE = ("--mem", "64GiB", "-q", "gpu", "-A", "my account", "--prologue", "module load mpi")
-
-
+ASKED = (*SHAPE, "--cpus-per-gpu", "8", *MORE)
 DRY_RUN = ("submit", "--dry-run", "--system")
-
-
 PROGRAM = ("my train.py", "--epochs", "10", "it's")
-
-
 MPIRUN = """\
 # each MPI has its own option for the ranks per node
 case "$(mpirun --version 2>&1)" in
@@ -40,8 +34,6 @@ case "$(mpirun --version 2>&1)" in
 esac
 exec mpirun -n 8 $per_node PYTHON -P -m hpcdask.run 'my train.py' --epochs 10 'it'"'"'s'
 """
-
-
 RUN = "PYTHON -P -m hpcdask.run 'my train.py' --epochs 10 'it'\"'\"'s'\n"
 
 
@@ -91,7 +83,7 @@ def refused(*words: str) -> str:
 
 def test_slurm():
     assert (
-        script("slurm", *ASKED, *MORE, *PROGRAM)
+        script("slurm", *ASKED, *PROGRAM)
         == """\
 #!/usr/bin/env bash
 #SBATCH --job-name="my train.py"
@@ -121,7 +113,7 @@ exec srun -K """
 def test_pbs():
     """PBS Professional: qsub(1B), select and mpiprocs."""
     assert (
-        script("pbs", *ASKED, *MORE, *PROGRAM)
+        script("pbs", *ASKED, *PROGRAM)
         == """\
 #!/usr/bin/env bash
 #PBS -N my_train.py
@@ -146,43 +138,22 @@ exec mpirun -n 8 """
     )
 
 
-def test_lsf():
-    """bsub(1): -n slots, span[ptile], -gpu num per host, -W in hours and minutes."""
-    text = script("lsf", *ASKED, *MORE, *PROGRAM)
-    assert "\n#BSUB -n 64\n" in text
-    assert '\n#BSUB -R "span[ptile=32]"\n' in text
-    assert '\n#BSUB -gpu "num=4"\n' in text
-    assert "\n#BSUB -W 1:00\n" in text
-    assert '\n#BSUB -P "my account"\n' in text
-    assert "span[hosts" not in text
-    assert text.endswith(MPIRUN)
-
-
-def test_grid_engine():
-    """sge_submit(1): several nodes need the site's parallel environment."""
-    words = ("-N", "2", "--gpus-per-node", "4", "-t", "1:00:00", "--directive", "-pe mpi 64")
-    text = script("sge", *words, *PROGRAM)
-    assert "\n#$ -pe mpi 64\n" in text
-    assert "\n#$ -l gpu=4\n" in text
-    assert "\n#$ -l h_rt=1:00:00\n" in text
-    assert text.endswith(MPIRUN)
-
-
-def test_oar():
-    """oarsub(1): nodes before GPUs; oarsh is how its nodes are reached."""
-    text = script("oar", "-N", "2", "--gpus-per-node", "4", "-t", "1:00:00", *PROGRAM)
-    assert "\n#OAR -l /nodes=2/gpu=4,walltime=1:00:00\n" in text
-    assert "oarsh" in text
-    assert text.endswith(
-        MPIRUN.split("\n", 1)[1].replace("$per", '--hostfile "$OAR_NODEFILE" $per')
-    )
-
-
-def test_moab():
-    """Moab over Torque: nodes=N:ppn=CORES:gpus=GPUS, and the memory of all nodes together."""
-    text = script("moab", *ASKED, *MORE, *PROGRAM)
-    assert "\n#PBS -l nodes=2:ppn=32:gpus=4,mem=131072MB\n" in text
-    assert text.endswith(MPIRUN)
+@pytest.mark.parametrize(
+    ("system", "words", "lines"),
+    [
+        ("lsf", ASKED, ["-n 64", '-R "span[ptile=32]"', '-gpu "num=4"', "-W 1:00"]),
+        ("sge", (*SHAPE, "--directive", "-pe mpi 64"), ["-pe mpi 64", "-l gpu=4", "-l h_rt=1:0"]),
+        ("oar", SHAPE, ["-l /nodes=2/gpu=4,walltime=1:00:00"]),
+        ("moab", ASKED, ["-l nodes=2:ppn=32:gpus=4,mem=131072MB"]),  # of all nodes together
+    ],
+)
+def test_the_shape_in_words_of_other_systems(system: str, words: tuple[str, ...], lines: list[str]):
+    """As in bsub(1), sge_submit(1) and oarsub(1), whose nodes are reached by oarsh."""
+    text = script(system, *words, *PROGRAM)
+    for line in lines:
+        assert f"\n{queue_class(system).prefix} {line}" in text
+    end = MPIRUN.partition("\n")[2].replace("$per", '--hostfile "$OAR_NODEFILE" $per')
+    assert text.endswith(end if system == "oar" else MPIRUN)
 
 
 # What is left to the site, and what the user writes instead
@@ -210,6 +181,10 @@ def test_directives_of_the_user():
     assert "select" not in text
     assert "\n#PBS -l nodes=1:ppn=8:gpus=4\n" in text
     assert "\n#PBS -l walltime=00:30:00\n" in text
+    text = script("slurm", "--gpus-per-node", "2", "--directive", "--gres=nvme:100", "train.py")
+    assert text.index("--gres=gpu:2,nvme:100\n") > text.index("--gres=nvme:100\n")
+    for directive in ("--gres=shard:1", "--tres-per-node=gres/gpu:2", "--gpus=2"):
+        assert "--gres=gpu" not in script("slurm", "--directive", directive, "train.py")
 
 
 def test_what_is_configured_for_dask_jobqueue_counts_except_a_worker_s_gpus():
@@ -252,17 +227,43 @@ def test_everything_from_the_program_on_is_the_program_s():
 
 
 @pytest.mark.parametrize(
-    ("asked", "megabytes"),
-    [("64000", 64000), ("64G", 65536), ("64GiB", 65536), ("64GB", 65536), ("1.5g", 1536)],
+    ("words", "line"),
+    [
+        (("--mem", "64000"), "--mem=64000M"),
+        (("--mem", "64G"), "--mem=65536M"),
+        (("--mem", "64GiB"), "--mem=65536M"),
+        (("--mem", "64GB"), "--mem=65536M"),
+        (("--mem", "1.5g"), "--mem=1536M"),
+        (("-p", "gpu"), "-p gpu"),
+        (("-J", "mine"), '--job-name="mine"'),
+        (("-c", "4"), "--cpus-per-task=4"),
+    ],
 )
-def test_mem_has_the_units_of_sbatch(asked: str, megabytes: int):
-    assert f"#SBATCH --mem={megabytes}M\n" in script("slurm", "--mem", asked, "train.py")
+def test_units_and_short_options_are_sbatchs(words: tuple[str, ...], line: str):
+    assert f"#SBATCH {line}\n" in script("slurm", *words, "train.py")
 
 
-def test_sbatchs_short_options():
-    text = script("slurm", "-p", "gpu", "-J", "mine", "-c", "4", "train.py")
-    for line in ("-p gpu", '--job-name="mine"', "--cpus-per-task=4"):
-        assert f"#SBATCH {line}\n" in text
+NONE = ("--gpus-per-node", "0")
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (NONE, "--device cpu "),
+        (("--device", "cpu"), "--device cpu "),
+        (("--run", "--device cpu"), "--device cpu "),
+        (("--run", "--device=cpu"), "--device=cpu "),
+        ((*NONE, "--run", "--device=cuda"), "--device=cuda "),
+        ((*NONE, "--directive", "--gpus=2"), ""),
+        ((*NONE, "--directive", "-l mem=1"), "--device cpu "),
+        ((*NONE, "--directive", "--constraint=nogpu"), "--device cpu "),
+    ],
+)
+def test_without_gpus_the_workers_compute_on_the_cpu(words: tuple[str, ...], options: str):
+    """In a job the runner expects GPUs, so it would have failed after hours in the queue."""
+    text = script("slurm", *words, "train.py")
+    assert f"hpcdask.run {options}train.py\n" in text
+    assert "--gres" not in text
 
 
 # Refusals
@@ -485,34 +486,6 @@ def test_completion_by_the_shell():
         check=False,
     )
     assert done.stdout == "plain,submit\n", done.stderr
-
-
-def test_without_gpus_the_workers_compute_on_the_cpu():
-    """In a job the runner expects GPUs, so it would have failed after hours in the queue."""
-    none = ("--gpus-per-node", "0")
-    assert "hpcdask.run --device cpu train.py" in script("slurm", *none, "train.py")
-    asked = [("--device", "cpu"), ("--run", "--device cpu"), ("--run", "--device=cpu")]
-    for words in asked:
-        text = script("slurm", *words, "train.py")
-        assert "hpcdask.run --device" in text
-        assert "--gres" not in text
-    both = script("slurm", "--run", "--device cpu", "--gpus-per-node", "2", "train.py")
-    assert "--gres=gpu:2" in both
-    named = script("slurm", *none, "--run", "--device=cuda", "train.py")
-    assert "hpcdask.run --device=cuda train.py" in named
-    theirs = script("slurm", *none, "--directive", "--gpus=2", "train.py")
-    assert "hpcdask.run train.py" in theirs
-    for line in ("--gres=tmpfs:10G", "--constraint=nogpu"):  # which are no GPUs
-        text = script("slurm", *none, "--directive", line, "train.py")
-        assert "hpcdask.run --device cpu train.py" in text
-
-
-def test_other_gres_stay_beside_the_gpus():
-    text = script("slurm", "--gpus-per-node", "2", "--directive", "--gres=nvme:100", "train.py")
-    assert text.index("--gres=gpu:2,nvme:100\n") > text.index("--gres=nvme:100\n")
-    for directive in ("--gres=shard:1", "--tres-per-node=gres/gpu:2", "--gpus=2"):
-        text = script("slurm", "--directive", directive, "train.py")
-        assert "--gres=gpu" not in text
 
 
 @pytest.mark.parametrize("end", ["\n", "\x0b", "\N{LINE SEPARATOR}"])

@@ -143,8 +143,8 @@ class AttachedCluster(BaseCluster):
                 info = await self.scheduler_comm.identity(n_workers=-1)
         except OSError as error:  # TimeoutError is one
             raise await self._why_lost(error) from None
-        news = max(0, seen.told - self._seen.told)  # another answer may have told some of them
-        for line in seen.lines[len(seen.lines) - min(news, len(seen.lines)) :]:
+        news = seen.told - self._seen.told  # another answer may have told some of them
+        for line in seen.lines[-news:] if news > 0 else ():
             say(line)
         self._seen, self.scheduler_info = seen, SchedulerInfo(info)
 
