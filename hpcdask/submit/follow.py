@@ -15,7 +15,7 @@ from hpcdask.errors import QueueError
 from hpcdask.jobs.cancel import end_jobs
 from hpcdask.jobs.logs import GrowingFile
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import OVER, WAITING, QueueState, QueueStatus
+from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
 
 from .batch import Batch
 
@@ -57,12 +57,12 @@ async def submit_and_wait(batch: Batch, say: Say) -> int:
     """
     loop = asyncio.get_running_loop()
     stopped: asyncio.Future[signal.Signals] = loop.create_future()
+    signals = (signal.SIGINT, signal.SIGTERM)
 
     def stop(number: signal.Signals) -> None:
         if not stopped.done():
             stopped.set_result(number)
 
-    signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
         loop.add_signal_handler(number, stop, number)
     try:
@@ -104,38 +104,34 @@ async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> QueueStatus:
     pause, told = POLL_S[0], ""
     answered = shown = time.monotonic()
     while True:
-        seen, words, now = None, told, time.monotonic()
+        now, text = time.monotonic(), told
         try:
             found = await queue.query([job_id]) or await queue.departed([job_id])
-            answered, seen = time.monotonic(), found.get(job_id)
+            answered = time.monotonic()
         except QueueError as error:
             if now > answered + SILENT_S:
                 raise
-            shown, words = now, f"{error}; asking again"
-        if seen is not None:
-            shown, words = now, queue.judge(seen, _state(job_id, seen))
+            found, shown, text = {}, now, f"{error}; asking again"
+        if seen := found.get(job_id):
+            if seen.state in OVER:
+                log.copy()
+                return seen
+            runs = f"runs{f' on {seen.nodes}' if seen.nodes else ''}"
+            how = runs if seen.state is QueueState.RUNNING else f"is {seen.words}"
+            shown, text = now, queue.judge(seen, f"job {job_id} {how}")
         elif now > shown + MISSING_S:
             raise QueueError(
                 f"{queue.title} does not show job {job_id} any more, and how it ended is not "
                 f"known. See its log {log.path}"
             )
-        if seen is not None and seen.state in OVER:
-            log.copy()
-            return seen
-        if words != told:
-            say(words)
-            told, pause = words, POLL_S[0]
+        if text != told:
+            say(text)
+            told, pause = text, POLL_S[0]
         until = time.monotonic() + pause
         while (left := until - time.monotonic()) > 0:
             log.copy()
             await asyncio.sleep(min(left, LOOK_S))
         pause = min(SLOWER * pause, POLL_S[1])
-
-
-def _state(job_id: str, seen: QueueStatus) -> str:
-    if seen.state in WAITING or seen.state is QueueState.UNKNOWN:
-        return f"job {job_id} is {seen.words}"
-    return f"job {job_id} runs{f' on {seen.nodes}' if seen.nodes else ''}"
 
 
 def result(batch: Batch, job_id: str, seen: QueueStatus, say: Say) -> int:
@@ -144,8 +140,8 @@ def result(batch: Batch, job_id: str, seen: QueueStatus, say: Say) -> int:
     if seen.state is QueueState.COMPLETED and code == 0:
         return 0
     if seen.state in (QueueState.COMPLETED, QueueState.FAILED):
-        words = f"its exit code is not known{reason}" if code is None else f"exit code {code}"
-        say(f"job {job_id} {seen.state}, {words}")
+        how = f"its exit code is not known{reason}" if code is None else f"exit code {code}"
+        say(f"job {job_id} {seen.state}, {how}")
         code = code if code and 0 < code < 256 else 1
     else:
         ended = "ran out of time" if seen.state is QueueState.TIMEOUT else f"was {seen.state}"
