@@ -53,8 +53,6 @@ case "$*" in
 *) echo '7;RUNNING;0;0;1000;5000;n1;None;' ;;
 esac
 """
-
-
 #: Answers what no reader expects; fails; hangs.
 ODD = "#!/bin/sh\necho '{\"RECORDS\": [7]}'\n"
 FAILS = "#!/bin/sh\necho no configuration >&2\nexit 1\n"
@@ -124,11 +122,7 @@ def commands_in(group: click.Group, *before: str) -> list[list[str]]:
 
 
 HELP = [(cli.main, words) for words in commands_in(cli.main)]
-
-
 HELP += [(bench, words) for words in commands_in(bench)]
-
-
 HELP += [(runner(), [])]
 
 
@@ -196,25 +190,34 @@ def test_the_answer_of_one_system_that_makes_no_sense_hides_no_other(tmp_path: P
     said = invoke(tmp_path, "list", "--jobs", code=1)
     assert " 7 " in said
     assert "error: LSF answered what hpcdask does not understand (" in said
+    ClusterFolder.create("far-1", "flux", base=tmp_path)
+    said = invoke(tmp_path, "list", "--jobs", code=1)
+    assert " 7 " in said
+    assert "error: far-1 is in a queue 'flux', which no package here knows" in said
+
+
+@pytest.fixture
+def survey(monkeypatch: pytest.MonkeyPatch) -> dict[str, ClusterRecord]:
+    """Return the clusters of SLURM that are found, for the test to fill, and batch jobs."""
+    found = {"submit-x-a1b2c3": ClusterRecord("submit-x-a1b2c3", "slurm", None)}
+
+    async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, Any]]:
+        return list(found.values()), {}
+
+    monkeypatch.setattr(clusters_command, "survey", survey)
+    return found
 
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_each_view_says_that_a_job_may_never_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survey: dict[str, ClusterRecord], lives: bool
 ):
     """Regression: the list showed the queue's reason alone."""
     folder = ClusterFolder.create("mine-1", "slurm", base=tmp_path)
     monkeypatch.setattr(ClusterFolder, "lives", lambda self: lives)
-
-    async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, Any]]:
-        batch = ClusterRecord("submit-x-a1b2c3", "slurm", None)
-        found = [ClusterRecord("mine-1", "slurm", folder), batch]
-        for number, cluster in enumerate(found):
-            seen = QueueStatus(str(number), QueueState.PENDING, "PartitionConfig")
-            cluster.jobs[str(number)] = seen
-        return found, {}
-
-    monkeypatch.setattr(clusters_command, "survey", survey)
+    survey["mine-1"] = ClusterRecord("mine-1", "slurm", folder)
+    for cluster in survey.values():
+        cluster.jobs["1"] = QueueStatus("1", QueueState.PENDING, "PartitionConfig")
     waits = "1 job waits, and may never start: PartitionConfig. What partitions have: sinfo"
     assert waits in invoke(tmp_path, "list")
     said = invoke(tmp_path, "list", "--jobs")
@@ -222,15 +225,11 @@ def test_each_view_says_that_a_job_may_never_start(
     assert f"submit-x-a1b2c3: {waits}" in said
 
 
-def test_the_waiting_jobs_of_an_array_are_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, Any]]:
-        found = ClusterRecord("submit-x-a1b2c3", "slurm", None)
-        states = {"3_0": QueueState.RUNNING, "3_1": QueueState.RUNNING}
-        states |= {f"3_{number}": QueueState.PENDING for number in range(2, 9)}
-        found.jobs |= {job: QueueStatus(job, state) for job, state in states.items()}
-        return [found], {}
-
-    monkeypatch.setattr(clusters_command, "survey", survey)
+def test_the_waiting_jobs_of_an_array_are_one_row(tmp_path: Path, survey: dict[str, ClusterRecord]):
+    states = {"3_0": QueueState.RUNNING, "3_1": QueueState.RUNNING}
+    states |= {f"3_{number}": QueueState.PENDING for number in range(2, 9)}
+    jobs = {job: QueueStatus(job, state) for job, state in states.items()}
+    survey["submit-x-a1b2c3"].jobs = jobs
     _, *rows = invoke(tmp_path, "list", "--jobs").splitlines()
     jobs = [" ".join(row.split()[1:]).partition(" slurm")[0] for row in rows]
     assert jobs == ["3_0 running", "3_1 running", "3_2 and 6 more pending"]
@@ -373,10 +372,6 @@ def test_up_names_the_nearest_keyword(tmp_path: Path):
     assert (done.exit_code, "--cores" in done.output) == (2, True)
 
 
-def report(job_id: str, state: JobState, workers: int = 0, reason: str = "") -> JobReport:
-    return JobReport(job_id, state, reason, workers, 2, "n1", 1000.0)
-
-
 @pytest.mark.parametrize(
     ("lives", "state", "said", "shown", "by_cluster"),
     [
@@ -395,18 +390,15 @@ def report(job_id: str, state: JobState, workers: int = 0, reason: str = "") -> 
         (False, JobState.PENDING, QueueState.PENDING, "pending", False),
     ],
 )
-def test_who_says_how_a_job_is(tmp_path, monkeypatch, lives, state, said, shown, by_cluster):
+def test_who_says_how_a_job_is(
+    tmp_path, monkeypatch, survey, lives, state, said, shown, by_cluster
+):
     folder = ClusterFolder.create("ab-1", "slurm", base=tmp_path)
-    folder.write_report(ClusterReport((report("7", state, 1),)))
+    folder.write_report(ClusterReport((JobReport("7", state, "", 1, 2, "n1", 1000.0),)))
     monkeypatch.setattr(ClusterFolder, "lives", lambda self: lives)
-
-    async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, Any]]:
-        found = ClusterRecord("ab-1", "slurm", folder)
-        if said is not None:
-            found.jobs["7"] = QueueStatus("7", said)
-        return [found], {}
-
-    monkeypatch.setattr(clusters_command, "survey", survey)
+    survey["ab-1"] = ClusterRecord("ab-1", "slurm", folder)
+    if said is not None:
+        survey["ab-1"].jobs["7"] = QueueStatus("7", said)
     rows = json.loads(invoke(tmp_path, "list", "--jobs", "--json"))
     told = [(row["state"], row["told_by"], row["workers"]) for row in rows]
     who = ("cluster", 1) if by_cluster else ("queue", None)

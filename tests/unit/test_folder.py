@@ -8,9 +8,9 @@ import os
 import pwd
 import stat
 import subprocess
-import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,12 +95,22 @@ def test_a_folder_elsewhere_is_known_at_home(tmp_path):
     assert not list(usual.iterdir())
 
 
-def test_a_base_where_others_may_write_is_refused(tmp_path):
+def test_folders_where_others_may_write_are_refused(cluster, tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o757)
     with pytest.raises(UsageError, match=r"others may write in .*/open: chmod go-w"):
         ClusterFolder.create("ab-1", "slurm", tmp_path / "open")
+    with pytest.raises(UsageError, match="others may write"):
+        cluster.logs_in(tmp_path / "open")
     assert not list((tmp_path / "open").iterdir())
+
+
+def test_folders_that_cannot_be_made_are_named(cluster, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file/base/ab-1 cannot be made: .*shared_temp_directory"):
+        ClusterFolder.create("ab-1", "slurm", tmp_path / "file/base")
+    with pytest.raises(UsageError, match=r"log_directory: .* cannot be used"):
+        cluster.logs_in(tmp_path / "file/logs")
 
 
 ME = pwd.getpwuid(os.geteuid()).pw_name
@@ -137,12 +147,6 @@ def test_users_share_a_folder_in_which_each_has_one(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # who took the name of another
     with pytest.raises(UsageError, match=r"shared/alice belongs to another user"):
         ClusterFolder.create("ab-2", "slurm", f"{shared}/$USER")
-
-
-def test_a_base_that_cannot_be_made_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"file/base/ab-1 cannot be made: .*shared_temp_directory"):
-        ClusterFolder.create("ab-1", "slurm", tmp_path / "file/base")
 
 
 def test_open_knows_what_create_wrote(cluster):
@@ -222,36 +226,22 @@ def test_tail(cluster, monkeypatch):
     assert cluster.tails(["5"]) == {"5": all_lines}
 
 
-def test_logs_go_to_no_folder_where_others_may_write(cluster, tmp_path):
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    with pytest.raises(UsageError, match="others may write"):
-        cluster.logs_in(tmp_path / "open")
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"log_directory: .* cannot be used"):
-        cluster.logs_in(tmp_path / "file/logs")
-
-
 def test_keys_go_when_the_cluster_ends(cluster):
     save_credentials(create_credentials(), str(cluster.keys))
     assert load_credentials(str(cluster.keys))
-    cluster.remove_keys()
-    cluster.remove_keys()
-    assert not cluster.keys.exists()
-    save_credentials(create_credentials(), str(cluster.keys))
     cluster.mark_ended()
+    cluster.remove_keys()  # once more
     assert not cluster.keys.exists()
     assert ClusterFolder.open(cluster.path).ended == pytest.approx(time.time(), abs=60)
 
 
-def test_whether_the_notebook_lives(cluster, tmp_path):
+def test_whether_the_notebook_lives(cluster):
     assert ClusterFolder.open(cluster.path).lives() is True
-    program = f"""
-from hpcdask.jobs.folder import ClusterFolder
-ClusterFolder.create("gone", "slurm", {str(tmp_path)!r})
-"""
-    subprocess.run([sys.executable, "-c", program], timeout=300, check=True)
-    assert ClusterFolder.open(tmp_path / "gone").lives() is False
+    with subprocess.Popen(["true"]) as gone:
+        cluster.owner = replace(Owner.this(), pid=gone.pid)
+    assert cluster.lives() is False
+    cluster.owner = replace(Owner.this(), host="elsewhere")
+    assert cluster.lives() is None
     cluster.mark_ended()
     assert cluster.lives() is False
 
