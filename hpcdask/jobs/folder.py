@@ -191,17 +191,17 @@ class ClusterFolder:
         """
         found: dict[str, list[Path]] = {job_id: [] for job_id in ids}
         by_words = {tuple(_words(job_id)): job_id for job_id in found}
-        logs, own = self.path / "logs", []
+        logs, names = self.path / "logs", list[str]()
         with contextlib.suppress(OSError):
-            for path in sorted(logs / name for name in os.listdir(logs) if name.endswith(".log")):
-                words = _words(path.stem.removeprefix("queue-"))
+            names = sorted(name for name in os.listdir(logs) if name.endswith(".log"))
+        for name in names:
+            if name.startswith("queue-"):
+                words = _words(name)[1:-1]
                 heads = (tuple(words[:count]) for count in range(len(words), 0, -1))
-                if path.stem in found:
-                    own.append(path)
-                elif job_id := next(filter(None, map(by_words.get, heads)), None):
-                    found[job_id].append(path)
-        for path in own:
-            found[path.stem].append(path)
+                if job_id := next(filter(None, map(by_words.get, heads)), None):
+                    found[job_id].append(logs / name)
+        for job_id in found.keys() & {name.removesuffix(".log") for name in names}:
+            found[job_id].append(self.log_path(job_id))
         return found
 
     def tails(self, ids: Iterable[str], lines: int | None = None) -> dict[str, list[str]]:

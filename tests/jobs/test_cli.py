@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -83,30 +82,18 @@ def test_jobs_shows_where_each_job_belongs(user):
     living, left = user.cluster("living"), user.left_cluster()
     known = user.jobs(living, left)
     assert set(known) == {*living.submitted(), *left.submitted()}
-    row = known[next(iter(left.submitted()))]
-    assert (row["cluster"], row["queue"], row["state"]) == (left.name, "local", "running")
-    assert (row["told_by"], row["workers"]) == ("queue", None)
-    assert row["lives"] is False
-    assert f"process {left.owner.pid} on {socket.gethostname()} is gone" in row["owner"]
-    assert abs(row["since"] - time.time()) < 600
     assert known[next(iter(living.submitted()))]["lives"] is True
-
-    lines = user.hpcdask("list", "--jobs").stdout.splitlines()
-    assert lines[0].split() == ["cluster", "job", "state", "queue", "since", "owner"]
-    (line,) = (line for line in lines if next(iter(left.submitted())) in line)
-    words = (
-        left.name,
-        next(iter(left.submitted())),
-        "running (says the queue)",
-        "local",
-        f"process {left.owner.pid} on",
-    )
-    assert re.fullmatch(
-        r"{} +{} +{} +{} +\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d +notebook, {} .* is gone".format(
-            *map(re.escape, words)
-        ),
-        line.rstrip(),
-    )
+    job = next(iter(left.submitted()))
+    row, owner = known[job], f"process {left.owner.pid} on {socket.gethostname()} is gone"
+    assert (row["cluster"], row["queue"], row["state"]) == (left.name, "local", "running")
+    assert (row["told_by"], row["workers"], row["lives"]) == ("queue", None, False)
+    assert owner in row["owner"]
+    assert abs(row["since"] - time.time()) < 600
+    head, *lines = user.hpcdask("list", "--jobs").stdout.splitlines()
+    assert head.split() == ["cluster", "job", "state", "queue", "since", "owner"]
+    (line,) = (line.rstrip() for line in lines if job in line)
+    assert line.split()[:6] == [left.name, job, "running", "(says", "the", "queue)"]
+    assert line.endswith(f"notebook, {owner}")
 
 
 def test_down_ends_what_was_left_and_nothing_else(user):

@@ -10,15 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-from hpcdask.cli import main
 from launching import Launcher, clean_environment, wait_for
 from running import Ended, Running, Site
 from slurm_site import SlurmSite
 
 pytestmark = pytest.mark.slurm
-
 
 #: What every way from the command line to the program has to carry unchanged.
 ODD = """it's; a "test" #1 %j $HOME.py"""
@@ -47,10 +44,10 @@ class Login(Site):
         self.place = self.folder / "my runs; 100%j"
         self.place.mkdir()
 
-    def submit(self, *words: str) -> Running:
-        """Start ``hpcdask submit words...``."""
+    def hpcdask(self, *words: str) -> Running:
+        """Start ``hpcdask words...``."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "hpcdask.cli", "submit", *words],
+            [sys.executable, "-m", "hpcdask.cli", *words],
             env=self.env,
             cwd=self.place,
             stdin=subprocess.DEVNULL,
@@ -62,17 +59,9 @@ class Login(Site):
         self.runs.append(Running(self, process))
         return self.runs[-1]
 
-    def here(self, *words: str, code: int = 0) -> Result:
-        """Run ``hpcdask words...`` in this process, as this user, to its end."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(self.place)
-            for name in os.environ.keys() - self.env.keys():
-                patch.delenv(name)
-            for name, value in self.env.items():
-                patch.setenv(name, value)
-            result = CliRunner().invoke(main, list(words))
-        assert result.exit_code == code, (result.output, result.exception)
-        return result
+    def submit(self, *words: str) -> Running:
+        """Start ``hpcdask submit words...``."""
+        return self.hpcdask("submit", *words)
 
     def running(self, count: int) -> list[str]:
         """Wait until so many jobs run, and return their ids, oldest first."""
@@ -181,9 +170,9 @@ def test_what_ends_a_job_that_is_waited_for(login: Login):
     pending = login.submit("-N", "4", "--directive", "--exclusive", *run)
     said(pending, "is pending (")
 
-    listed = login.here("down", "--dead", "--yes").stdout
-    assert listed.count("kept 1 job of hpcdask submit") == 3  # though no notebook holds them
-    assert login.here("list", "--jobs").stdout.count("hpcdask submit") == 3
+    kept = check_end(login.hpcdask("down", "--dead", "--yes"), 0).out
+    assert kept.count("kept 1 job of hpcdask submit") == 3  # though no notebook holds them
+    assert check_end(login.hpcdask("list", "--jobs"), 0).out.count("hpcdask submit") == 3
 
     pending.signal(signal.SIGTERM)  # first: it would start once the others leave it the nodes
     ended = check_end(pending, 143)
@@ -212,17 +201,17 @@ def test_a_job_that_no_partition_is_large_enough_for(login: Login):
 
 def test_what_is_refused_and_what_is_not_waited_for(login: Login):
     (login.place / "train.py").write_text("")
-    err = login.here("submit", "-q", "nix; 'no'", "train.py", code=1).stderr
+    err = check_end(login.submit("-q", "nix; 'no'", "train.py"), 1).err
     (script,) = login.scripts()
     assert "sbatch refused the job: invalid partition specified: nix; 'no'" in err
     assert f"Script kept at {script}" in err
     assert "sinfo -s" in err
-    err = login.here("submit", "--gpus-per-node", "3", "train.py", code=1).stderr
+    err = check_end(login.submit("--gpus-per-node", "3", "train.py"), 1).err
     assert "Requested node configuration is not available" in err
     assert len(login.scripts()) == 2
-    done = login.here("submit", *QUICK, "--prologue", "echo done; exit 0", "train.py")
-    assert not done.stderr
-    job, log = done.stdout.splitlines()
+    done = check_end(login.submit(*QUICK, "--prologue", "echo done; exit 0", "train.py"), 0)
+    assert not done.err
+    job, log = done.out.splitlines()
     assert job.startswith("job ")
     assert job.endswith(" submitted to SLURM")
     path = Path(log.removeprefix("log "))
