@@ -26,8 +26,9 @@ from hpcdask.jobs.detached import ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import say
 from hpcdask.queues.registry import systems
+from hpcdask.security.credentials import load_credentials, to_security
 
-from .process import Making, await_running, end, ended, read_request, security_of, start
+from .process import Making, await_running, end, ended, read_request, start
 from .protocol import Status, ask, to_error
 
 #: Seconds between two requests for a detached cluster's status, to connect to it, and for an answer
@@ -79,7 +80,9 @@ class AttachedCluster(BaseCluster):
         self.id = self._folder.name
         record = await await_running(self._folder, self._timeout_s)
         self.name = record.name
-        self.security = await asyncio.to_thread(security_of, self._folder, record)
+        if record.tls:
+            keys = await asyncio.to_thread(load_credentials, str(self._folder.keys))
+            self.security = to_security(keys)
         access: Any = self.security.get_connection_args("client")
         # Dask tries for half a minute to connect to a scheduler that is gone
         self.scheduler_comm = rpc(record.address, timeout=CONNECT_S, connection_args=access)

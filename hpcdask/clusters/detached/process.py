@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import os
 import shlex
 import signal
@@ -15,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import dask.config
-from distributed import Security
 from distributed.utils import import_term
 
 from hpcdask.clusters.keywords import seconds
@@ -39,7 +39,6 @@ from hpcdask.process import umask
 from hpcdask.queues.base import Queue
 from hpcdask.queues.registry import queue_class
 from hpcdask.security import private
-from hpcdask.security.credentials import load_credentials, to_security
 
 from .protocol import plain
 
@@ -229,8 +228,7 @@ async def await_running(folder: ClusterFolder, timeout_s: float) -> ControlRecor
         if record.state == RUNNING:  # whether it lives, the connection shows
             return record
         if time.monotonic() - asked > QUEUE_PAUSE_S:
-            asked = time.monotonic()
-            waits = ""
+            asked, waits = time.monotonic(), told
             try:
                 seen = await detached.settle(folder)
                 if seen.why is not None:
@@ -242,9 +240,9 @@ async def await_running(folder: ClusterFolder, timeout_s: float) -> ControlRecor
                 raise
             except QueueError as error:  # it may answer later
                 waits = str(error)
-            if waits and waits != told:
+            if waits != told:
                 told = waits
-                say(waits)
+                say(told)
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"{told or f'{record.name} has not started'}, after {timeout_s:g} s. It goes on to "
@@ -252,11 +250,6 @@ async def await_running(folder: ClusterFolder, timeout_s: float) -> ControlRecor
                 f"{detached.see_log(folder)}"
             )
         await asyncio.sleep(RECORD_PAUSE_S)
-
-
-def security_of(folder: ClusterFolder, record: ControlRecord) -> Security:
-    """Return the credentials of a cluster's clients."""
-    return to_security(load_credentials(str(folder.keys)) if record.tls else {})
 
 
 async def end(folder: ClusterFolder, why: str) -> None:
@@ -269,7 +262,9 @@ async def end(folder: ClusterFolder, why: str) -> None:
         return
     began, problem = time.monotonic(), ""
     stop_s = SEE_END_S if record.state == RUNNING else 0.0
-    if record.state != ENDING:
+    if record.state == ENDING:
+        stop_s = math.inf  # somebody else has asked it to
+    else:
         try:  # its process reads this
             dataclasses.replace(record, state=ENDING, why=why).write(folder)
         except OSError:  # a full disk
@@ -277,9 +272,9 @@ async def end(folder: ClusterFolder, why: str) -> None:
     while True:
         passed_s = time.monotonic() - began
         try:
-            if passed_s >= stop_s and record.state != ENDING:
+            if passed_s >= stop_s:
                 await _stop(folder, record)
-                stop_s = END_TIMEOUT_S
+                stop_s = math.inf
             now = ClusterFolder.open(folder.path)
             seen = await detached.settle(now)  # its process may have died
             # a cluster that only starts is held by the process that makes it
