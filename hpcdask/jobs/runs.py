@@ -66,29 +66,29 @@ class RunNote(Record):
         if self in listed():
             private.remove(str(self.path))
 
-    async def why_gone(self) -> str:
-        """Return why the run has ended; empty while it lives, as far as is seen from here."""
+    async def look(self) -> tuple[str, str]:
+        """Return "running", or "dead" or "unknown" and why, as far as is seen from here."""
         lives = self.owner.lives()
         if lives is False:
-            return f"its rank 0 (process {self.owner.pid} on {self.owner.host}) is gone"
-        if lives or await self.answers():
-            return ""
+            return "dead", f"its rank 0 (process {self.owner.pid} on {self.owner.host}) is gone"
+        if lives or await self._answers():
+            return "running", ""
         if await asyncio.to_thread(self._lost_file):
-            return f"{self.file} is gone, and nobody answers at {self.address}"
+            return "dead", f"{self.file} is gone, and nobody answers at {self.address}"
         if self.queue and self.job:
             with contextlib.suppress(HpcdaskError):
                 queue: Any = queue_class(self.queue)()
                 queue.timeout_s = QUEUE_S
                 seen = (await queue.query([self.job])).get(self.job)
                 if seen is None or seen.state in OVER:
-                    return f"its job {self.job} is over"
-        return ""
+                    return "dead", f"its job {self.job} is over"
+        return "unknown", f"{self.address} is not reachable from here"
 
     def _lost_file(self) -> bool:
         """Return whether the scheduler file is gone from a folder that is seen from here."""
         return os.path.isdir(os.path.dirname(self.file)) and not os.path.lexists(self.file)
 
-    async def answers(self) -> bool:
+    async def _answers(self) -> bool:
         """Return whether its scheduler can be reached from here."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(ANSWER_S):
@@ -98,25 +98,23 @@ class RunNote(Record):
         return False
 
     async def clear(self) -> str:
-        """Remove note, scheduler file and keys of one that has ended, and say why it has."""
-        if why := await self.why_gone():
-            self.remove()
-            scheduler_file.remove(self.file, self.address)
+        """Remove note, scheduler file and keys of a run that is dead, and return why it is."""
+        state, why = await self.look()
+        if state != "dead":
+            return ""
+        self.remove()
+        scheduler_file.remove(self.file, self.address)
         return why
 
     async def row(self) -> dict[str, Any]:
         """Return the run as a row of `hpcdask list`."""
-        workers = None
+        (state, why), workers = await self.look(), None
         where = ", ".join(filter(None, [self.program, f"{self.file} on {self.owner.host}"]))
-        if why := await self.why_gone():
-            state, why = "dead", f"killed: {why}"
-        elif await self.answers():
-            state, why = "running", where
+        if state == "running":
             with contextlib.suppress(HpcdaskError, KeyError):
                 workers = len(scheduler_file.read(self.file)["hpcdask"]["doors"])
-                why = f"{plural(workers, 'worker')}, {where}"
-        else:
-            state, why = "unknown", f"{self.address} is not reachable from here; {where}"
+                where = f"{plural(workers, 'worker')}, {where}"
+        notes = {"running": where, "dead": f"killed: {why}", "unknown": f"{why}; {where}"}
         return {
             "name": os.path.basename(self.file),
             "id": f"{self.owner.host}-{self.owner.pid}",
@@ -126,7 +124,7 @@ class RunNote(Record):
             "jobs": 1 if self.job else 0,
             "since": self.created,
             "address": self.address,
-            "why": why,
+            "why": notes[state],
             "host": self.owner.host,
             "file": self.file,
             "program": self.program,

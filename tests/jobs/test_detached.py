@@ -34,9 +34,9 @@ def base(folder: Path) -> Path:
     return folder
 
 
-def make(base: Path, name: str = "mine", **keywords):
-    given = {**ONE, "shared_temp_directory": str(base), **keywords}
-    return hpcdask.LocalCUDAJobCluster(name=name, detached=True, **given)
+def make(base: Path, **keywords):
+    usual = {"name": "mine", "detached": True, "shared_temp_directory": str(base)}
+    return hpcdask.LocalCUDAJobCluster(**{**ONE, **usual, **keywords})
 
 
 def process_of(folder: ClusterFolder) -> psutil.Process:
@@ -222,20 +222,24 @@ def test_a_client_shuts_it_down(base: Path):
         assert "Client.shutdown" in str(cluster.failure)
 
 
-def test_what_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"name": None}, "a name is missing"),
+        ({"core": 1}, "unknown keyword core"),
+        ({"scheduler_options": {"x": lambda: 1}}, "cannot be sent"),
+        ({"scheduler_job": {"cores": 1}}, "scheduler_job"),
+        ({"detached": False, "idle_timeout": 3}, "is for clusters with detached=True"),
+    ],
+)
+def test_keywords_that_are_refused(base: Path, keywords: dict, message: str):
+    with pytest.raises(UsageError, match=message):
+        make(base, **keywords)
+
+
+def test_a_name_is_taken_once_and_known_to_its_user_alone(base: Path):
     with pytest.raises(UsageError, match=r"no detached cluster mine\. There is none"):
         hpcdask.attach("mine")
-    with pytest.raises(UsageError, match="a name is missing"):
-        hpcdask.LocalCUDAJobCluster(detached=True, **ONE)
-    with pytest.raises(UsageError, match="unknown keyword core"):
-        make(base, core=1)
-    with pytest.raises(UsageError, match="cannot be sent"):
-        make(base, "other", scheduler_options={"x": lambda: 1})
-    with pytest.raises(UsageError, match="scheduler_job"):
-        make(base, scheduler_job={"cores": 1})
-    with pytest.raises(UsageError, match="is for clusters with detached=True"):
-        hpcdask.LocalCUDAJobCluster(idle_timeout=3, **ONE)
-
     with make(base) as cluster:
         with pytest.raises(UsageError, match="mine already"):
             make(base)
