@@ -6,18 +6,15 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fake_notebook import Notebook
 from hpcdask.jobs.folder import ClusterFolder
-from launching import end, leftovers, run_cli, wait_for
-
-PROGRAM = Path(__file__).with_name("notebook.py")
+from launching import leftovers, run_cli
 
 
 class User:
@@ -25,38 +22,21 @@ class User:
 
     def __init__(self, base: Path) -> None:
         self.base = base
-        self.notebooks: list[subprocess.Popen[str]] = []
-        self.marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
-        key, value = self.marker.split("=")
-        self.env = {**os.environ, key: value}
+        self.notebooks: list[Notebook] = []
 
     def cluster(self, name: str = "nb", jobs: int = 2) -> ClusterFolder:
         """A cluster of local jobs with a living notebook, and no watchdog."""
-        unique = f"{name}-{uuid.uuid4().hex[:8]}"
-        notebook = subprocess.Popen(
-            [sys.executable, PROGRAM, self.base, unique, str(jobs), "--no-watchdog"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=self.env,
-        )
-        self.notebooks.append(notebook)
-        assert notebook.stdout.readline() == "0\n"
-        return ClusterFolder.open(self.base / unique)
+        self.notebooks.append(Notebook(self.base, "--no-watchdog", name=name, jobs=jobs))
+        return self.notebooks[-1].folder
 
     def left_cluster(self, name: str = "left", jobs: int = 2) -> ClusterFolder:
         """The same, with its notebook gone."""
         folder = self.cluster(name, jobs)
-        self.kill()
+        self.notebooks[-1].kill()
         return folder
 
-    def kill(self) -> None:
-        """Kill the last notebook."""
-        self.notebooks[-1].kill()
-        self.notebooks[-1].communicate()
-
     def hpcdask(self, command: str, *args: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-        return run_cli(command, "--folder", self.base, *args, code=code, env=self.env)
+        return run_cli(command, "--folder", self.base, *args, code=code)
 
     def jobs(self, *folders: ClusterFolder) -> dict[str, dict]:
         """What ``hpcdask list --jobs --json`` knows of these clusters, by job."""
@@ -73,9 +53,8 @@ def processes(folder: ClusterFolder) -> list:
 def user(tmp_path: Path) -> Iterator[User]:
     user = User(tmp_path / "base")
     yield user
-    wait_for(lambda: not end(leftovers(user.marker)) and not leftovers(user.marker))
     for notebook in user.notebooks:
-        notebook.communicate()
+        notebook.close()
 
 
 def test_jobs_shows_where_each_job_belongs(user):
@@ -99,7 +78,7 @@ def test_jobs_shows_where_each_job_belongs(user):
 def test_down_ends_what_was_left_and_nothing_else(user):
     living, left = user.cluster("living"), user.left_cluster()
     strangers = [
-        subprocess.Popen(["sleep", "1000"], env={**user.env, **more})
+        subprocess.Popen(["sleep", "1000"], env={**os.environ, **more})
         for more in ({}, {"HPCDASK_LOCAL_JOB": "1.1.1"}, {"HPCDASK_TAG": left.tag})
     ]
     try:

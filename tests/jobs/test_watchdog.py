@@ -8,55 +8,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from fake_notebook import Notebook
 from hpcdask.errors import NotHere, QueueError
 from hpcdask.jobs import cancel, watchdog
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.registry import SYSTEMS
 from hpcdask.queues.sge import SgeQueue
-from launching import end, leftovers, wait_for
-
-PROGRAM = Path(__file__).with_name("notebook.py")
-
-
-class Notebook:
-    """A process with a cluster; see notebook.py."""
-
-    def __init__(self, base: Path, *options: str, jobs: int = 3) -> None:
-        self.marker = f"HPCDASK_TEST={uuid.uuid4().hex}"
-        name = f"nb-{uuid.uuid4().hex[:8]}"
-        key, value = self.marker.split("=")
-        self.process = subprocess.Popen(
-            [sys.executable, PROGRAM, base, name, str(jobs), *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, key: value},
-            start_new_session=True,
-        )
-        pid = int(self.process.stdout.readline())
-        self.watchdog = psutil.Process(pid) if pid else None
-        self.folder = ClusterFolder.open(base / name)
-
-    def jobs(self) -> list[psutil.Process]:
-        return leftovers(self.folder.tag)
-
-    def tell(self, word: str) -> None:
-        self.process.communicate(word, timeout=180)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        wait_for(lambda: not end(leftovers(self.marker)) and not leftovers(self.marker))
-        self.process.communicate()
+from launching import wait_for
 
 
 @pytest.fixture

@@ -81,10 +81,8 @@ def refused(*words: str) -> str:
 # a whole allocation.
 
 
-def test_slurm():
-    assert (
-        script("slurm", *ASKED, *PROGRAM)
-        == """\
+GOLDEN = {
+    "slurm": """\
 #!/usr/bin/env bash
 #SBATCH --job-name="my train.py"
 #SBATCH -p gpu
@@ -105,16 +103,8 @@ export PYTHONUNBUFFERED=1
 unset SLURM_EXPORT_ENV
 module load mpi
 export SRUN_CPUS_PER_TASK=8
-exec srun -K """
-        + RUN
-    )
-
-
-def test_pbs():
-    """PBS Professional: qsub(1B), select and mpiprocs."""
-    assert (
-        script("pbs", *ASKED, *PROGRAM)
-        == """\
+exec srun -K """,
+    "pbs": """\
 #!/usr/bin/env bash
 #PBS -N my_train.py
 #PBS -q gpu
@@ -133,9 +123,14 @@ exec >>'/ann/my runs; 1'/hpcdask-"$PBS_JOBID".log 2>&1
 umask 0022
 export PYTHONUNBUFFERED=1
 module load mpi
-exec mpirun -n 8 """
-        + RUN
-    )
+exec mpirun -n 8 """,
+}
+
+
+@pytest.mark.parametrize("system", GOLDEN)
+def test_the_whole_script(system: str):
+    """PBS Professional, by qsub(1B): select and mpiprocs."""
+    assert script(system, *ASKED, *PROGRAM) == GOLDEN[system] + RUN
 
 
 @pytest.mark.parametrize(
