@@ -23,6 +23,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import time
 from collections.abc import Iterable
@@ -30,16 +31,43 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpcdask.errors import UsageError
-from hpcdask.process import home_folder
+from hpcdask.process import home_folder, process_start
 from hpcdask.security.private import make_folders, others_may_write, refuse_open, write_private
+from hpcdask.spec.records import Record
 
-from .owner import Owner
 from .state import ClusterReport
 
 #: How the tags of batch jobs begin after ``hpcdask:``. No cluster's name has two dashes.
 BATCH = "submit-"
 #: How much of a log's end is read for its last lines.
 TAIL_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Owner(Record):
+    """The process that holds a cluster or run.
+
+    `space` is its process id namespace: a process id means something only within host and
+    namespace. `start` is when it started, in the kernel's ticks.
+    """
+
+    host: str
+    space: str
+    pid: int
+    start: str
+
+    @classmethod
+    def this(cls) -> Owner:
+        """Return this process."""
+        space = os.readlink("/proc/self/ns/pid")
+        return cls(socket.gethostname(), space, os.getpid(), process_start(os.getpid()))
+
+    def lives(self) -> bool | None:
+        """Return whether it still runs; None if that cannot be seen from here."""
+        here = Owner.this()
+        if (self.host, self.space) != (here.host, here.space):
+            return None
+        return process_start(self.pid) == self.start
 
 
 @dataclass(eq=False)

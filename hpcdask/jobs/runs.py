@@ -22,7 +22,7 @@ from hpcdask.queues.registry import queue_class, system_of_job
 from hpcdask.security import private
 from hpcdask.spec.records import Record
 
-from .owner import Owner
+from .folder import Owner
 
 #: Seconds that a scheduler, and a command of a queueing system, have to answer.
 ANSWER_S, QUEUE_S = 2.0, 4.0

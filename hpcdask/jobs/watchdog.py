@@ -87,8 +87,12 @@ def main() -> None:
     os.chdir("/")
     os.write(1, b".")
     os.dup2(2, 1)
-    if _is_dismissed(notebook):
-        return
+    while not select.select([0], [], [], 1.0)[0]:
+        if os.getppid() != notebook:
+            break  # what it forked may hold the pipe for long
+    else:
+        if os.read(0, 1):
+            return  # dismissed
     # asyncio doubles the size of a process; while it waits, the watchdog does without
     import asyncio
 
@@ -106,14 +110,6 @@ def main() -> None:
         _say("no job is left")
     except HpcdaskError as error:
         _say(f"giving up: {error}. Try: hpcdask down {folder.name}")
-
-
-def _is_dismissed(notebook: int) -> bool:
-    """Wait for the cluster's end, and return whether it was orderly."""
-    while not select.select([0], [], [], 1.0)[0]:
-        if os.getppid() != notebook:
-            return False  # what it forked may hold the pipe for long
-    return bool(os.read(0, 1))
 
 
 def _say(text: str) -> None:

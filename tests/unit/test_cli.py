@@ -37,8 +37,7 @@ from hpcdask.jobs.detached import (
     mark_ended,
 )
 from hpcdask.jobs.discovery import ClusterRecord
-from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.jobs.owner import Owner
+from hpcdask.jobs.folder import ClusterFolder, Owner
 from hpcdask.jobs.runs import RunNote
 from hpcdask.jobs.state import ClusterReport, JobReport, JobState
 from hpcdask.process import process_start

@@ -19,8 +19,7 @@ from hpcdask.errors import UsageError
 from hpcdask.jobs import folder as cluster_folder
 from hpcdask.jobs.cancel import may_bring_more
 from hpcdask.jobs.detached import ControlRecord, named
-from hpcdask.jobs.folder import ClusterFolder, base_path, list_clusters, prune
-from hpcdask.jobs.owner import Owner
+from hpcdask.jobs.folder import ClusterFolder, Owner, base_path, list_clusters, prune
 from hpcdask.security.credentials import create_credentials, load_credentials, save_credentials
 
 
