@@ -1,8 +1,8 @@
 """Costs of a worker and a job for rank 0, the scheduler and the job control, by their number.
 
 Rank 0, its scheduler and the job control are the real ones; ranks, workers and jobs are stand-ins
-that speak the real protocols (`stand_ins.py`), hundreds in one process. Costs are processor time
-and counts, which a busy machine changes little.
+in this process, which speak the real protocols (`stand_ins.py`). Costs are processor time and
+counts, which a busy machine changes little.
 
     python benchmarks/scale.py --json benchmarks/results/scale/cpu.json
     python benchmarks/scale.py --write-docs benchmarks/results/scale/cpu.json
@@ -11,6 +11,7 @@ and counts, which a busy machine changes little.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import datetime
 import json
@@ -21,33 +22,81 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import dask
 import distributed
 import numpy as np
 import psutil
-from companies import PATIENCE_S, Companies, shares
-from scale_docs import PAGE, page
-from stand_ins import AT_ONCE, CORES, MEMORY, PER_NODE, stand_in_rank
+from stand_ins import (
+    CORES,
+    MEMORY,
+    PATIENCE_S,
+    PER_NODE,
+    StandInRank,
+    StandInWorker,
+    stand_in_rank,
+    together,
+    until,
+)
 
 import hpcdask
-from hpcdask.bootstrap.ranks import Rank, detect
+from hpcdask.bootstrap.ranks import detect
 from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node.placement import Inventory
 from hpcdask.process import raise_descriptor_limit
+from hpcdask.runner.link import Rendezvous
 from hpcdask.runner.plan import make_plan
+from hpcdask.security.credentials import load_credentials, to_security
 from hpcdask.spec.specs import RunSpec
 
 HERE = Path(__file__).parent
+PAGE = HERE / "scale.md"
+BEGIN, END = "<!-- written by benchmarks/scale.py -->\n", "<!-- end -->\n"
 WORKERS = (50, 100, 200, 400, 700, 1000)
 JOBS = (100, 200, 500, 1000, 2000)
 #: Steps below this size are mostly what does not depend on the number.
 LEAST_FITTED = 100
 #: Variables of launchers and queueing systems, which this launch must not inherit.
 LAUNCHER_WORDS = ("SLURM_", "OMPI_", "PMI", "PMIX_", "MPI_", "PALS_", "MV2_", "HPCDASK_RANK")
+#: Rows of the tables: a cost, in words, and its unit. "all" is not divided by the number.
+ROWS = {
+    "workers": (
+        ("dial_rank0_s", "rank 0: TLS handshake on the link", "ms"),
+        ("plan_rank0_s", "rank 0: report, plan, order", "ms"),
+        ("join_rank0_s", "rank 0: handling a registration", "ms"),
+        ("end_rank0_s", "rank 0: the end", "ms"),
+        ("plan_gpus_s", "the plan alone, with GPUs", "ms"),
+        ("join_scheduler_s", "scheduler: registration", "ms"),
+        ("end_scheduler_s", "scheduler: the end", "ms"),
+        ("rank0_rss", "rank 0: memory", "MB"),
+        ("scheduler_rss", "scheduler: memory", "MB"),
+        ("rank0_descriptors", "rank 0: descriptors", ""),
+        ("scheduler_descriptors", "scheduler: descriptors", ""),
+        ("beats_per_s", "heartbeats per second, all", ""),
+        ("beat_scheduler_share", "scheduler: core share of heartbeats, all", "%"),
+    ),
+    "jobs": (
+        ("submit_s", "submission", "µs"),
+        ("query_s", "query of the queue", "µs"),
+        ("reconcile_waiting_s", "one reconcile, jobs wait", "µs"),
+        ("reconcile_running_s", "one reconcile, jobs run", "µs"),
+        ("survey_s", "survey, as in `hpcdask list`", "µs"),
+        ("join_steps_s", "job control, while workers connect", "ms"),
+        ("join_s", "job control and scheduler, while workers connect", "ms"),
+        ("shrink_s", "half of the jobs retire", "ms"),
+        ("close_s", "close", "µs"),
+    ),
+}
+FACTORS = {"ms": 1e3, "µs": 1e6, "MB": 1e-6, "%": 100.0, "": 1.0}
+
+Costs = dict[str, float]
+
+
+# --- a launch -------------------------------------------------------------------------------------
 
 
 def seconds(process: psutil.Process) -> float:
@@ -56,54 +105,41 @@ def seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def settle(*processes: psutil.Process) -> None:
-    """Wait until they have worked off what they were told: an idle moment."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        before = [seconds(one) for one in processes]
-        time.sleep(0.5)
-        if all(seconds(one) - was < 0.04 for one, was in zip(processes, before, strict=True)):
-            return
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    """Wait for something to be true, and return it."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise TimeoutError(f"waited {PATIENCE_S:g} s for {what}")
-
-
-def state_of(process: psutil.Process) -> dict[str, float]:
+def state_of(name: str, process: psutil.Process, suffix: str = "") -> Costs:
     """Return the memory and descriptors of a process."""
-    return {"rss": process.memory_info().rss, "descriptors": process.num_fds()}
+    found = {"rss": process.memory_info().rss, "descriptors": process.num_fds()}
+    return {f"{name}_{key}{suffix}": value for key, value in found.items()}
 
 
-def listener_on(port: int, parent: psutil.Process) -> psutil.Process | None:
+async def settle(process: psutil.Process) -> None:
+    """Wait until a process has worked off what it was told: an idle moment."""
+    async with asyncio.timeout(PATIENCE_S):
+        used = -1.0
+        while seconds(process) - used >= 0.04:
+            used = seconds(process)
+            await asyncio.sleep(0.5)
+
+
+def listener_on(port: int, parent: psutil.Process) -> psutil.Process:
     """Return the process of a launch that listens on a port."""
     for process in parent.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             for one in process.net_connections("tcp"):
                 if one.status == psutil.CONN_LISTEN and one.laddr.port == port:
                     return process
-    return None
+    raise LookupError(f"no process listens on port {port}")
 
 
 @contextlib.contextmanager
-def launched(workers: int, folder: Path) -> Iterator[tuple[psutil.Process, Companies, str, int]]:
-    """Yield rank 0, with a worker, of a launch of `srun` without its nodes; its id and size."""
-    size, job = workers + 1, str(os.getpid())
+def launched(size: int, folder: Path) -> Iterator[tuple[psutil.Process, str]]:
+    """Yield rank 0 of a launch of `srun` without its other ranks, and the launch's id."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_WORDS)
     }
-    environment |= {
-        "DASK_HPCDASK__SHARED_DIRECTORY": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment["DASK_HPCDASK__SHARED_DIRECTORY"] = str(folder)
+    environment["PYTHONPATH"] = f"{HERE.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     step = {
-        "SLURM_JOB_ID": job,
+        "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": str(size),
         "SLURM_PROCID": "0",
@@ -111,179 +147,206 @@ def launched(workers: int, folder: Path) -> Iterator[tuple[psutil.Process, Compa
         "SLURM_NODEID": "0",
         "SLURM_STEP_TASKS_PER_NODE": f"{PER_NODE}(x{-(-size // PER_NODE)})",
     }
+    rank = detect(step)
+    assert rank is not None
     options = ["--device", "cpu", "--timeout", f"{PATIENCE_S:g}"]
     options += ["--scheduler-file", str(folder / "cluster.json")]
-    with open(folder / "rank0.log", "wb") as log:
+    command = [sys.executable, "-m", "hpcdask.run", *options]
+    with (
+        open(folder / "rank0.log", "w+") as log,
+        dask.config.set({"hpcdask.shared-directory": str(folder)}),
+    ):
         process = subprocess.Popen(
-            [sys.executable, "-m", "hpcdask.run", *options],
+            command,
             env=environment | step,
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
         )
-        companies = Companies(environment)
         try:
-            rank = detect(step)
-            assert rank is not None
-            yield psutil.Process(process.pid), companies, rank.launch_id, size
+            yield psutil.Process(process.pid), rank.launch_id
         except BaseException:
-            print((folder / "rank0.log").read_text(), file=sys.stderr)
+            log.seek(0)
+            print(log.read(), file=sys.stderr)
             raise
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
+            process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
             process.kill()
             process.wait()
-            companies.close()
 
 
-def measure_launch(workers: int, beat_s: float) -> dict[str, float]:
-    """Measure a launch, from the first rank that dials to the end of the run."""
-    found: dict[str, float] = {"workers": workers}
+async def measure_launch(workers: int, beat_s: float) -> Costs:
+    """Measure a launch, from the first rank that connects to the end of the run."""
+    costs: Costs = {"workers": workers}
+    size = workers + 1
     with (
         tempfile.TemporaryDirectory(prefix="scale-") as place,
-        launched(workers, Path(place)) as (rank0, companies, launch_id, size),
+        launched(size, Path(place)) as (rank0, launch_id),
     ):
-        parts = shares(1, size - 1)
-        for _ in parts:
-            companies.start()
-        wait_for(lambda: list(Path(place).glob(".hpcdask-*/note.json")), "rank 0's note")
-        (note,) = Path(place).glob(".hpcdask-*/note.json")
-        leader = listener_on(json.loads(note.read_text())["port"], rank0)  # rank 0's agent
-        assert leader is not None
-        settle(leader)
-        found |= {f"rank0_{key}_alone": value for key, value in state_of(leader).items()}
+        note = await until(Rendezvous(launch_id, shared=True).fetch)
+        leader = listener_on(note.port, rank0)  # rank 0's agent
+        await settle(leader)
+        costs |= state_of("rank0", leader, "_alone")
+
+        ranks = [StandInRank(stand_in_rank(one, size, launch_id)) for one in range(1, size)]
+        used = seconds(leader)
+        await together(rank.connect() for rank in ranks)
+        await settle(leader)
+        costs["dial_rank0_s"] = seconds(leader) - used
 
         used = seconds(leader)
-        companies.tell(
-            [
-                {"do": "ranks_dial", "first": first, "last": last, "size": size}
-                | {"launch_id": launch_id, "most": AT_ONCE}
-                for first, last in parts
-            ]
-        )
-        companies.answers()
-        settle(leader)
-        found["dial_rank0_s"] = seconds(leader) - used
+        await asyncio.gather(*(rank.report() for rank in ranks))
+        await settle(leader)
+        costs["plan_rank0_s"] = seconds(leader) - used
 
-        used = seconds(leader)
-        companies.do("ranks_report")
-        (address, *_) = companies.do("ranks_order")
-        settle(leader)
-        found["plan_rank0_s"] = seconds(leader) - used
-        scheduler = listener_on(int(address.rpartition(":")[2]), rank0)
-        assert scheduler is not None
-        found |= {f"scheduler_{key}_alone": value for key, value in state_of(scheduler).items()}
-
+        crew = [rank.worker for rank in ranks]
+        scheduler = listener_on(int(crew[0].scheduler.rpartition(":")[2]), rank0)
+        costs |= state_of("scheduler", scheduler, "_alone")
         used, its = seconds(leader), seconds(scheduler)
-        companies.do("workers_join", most=AT_ONCE)
-        wait_for((Path(place) / "cluster.json").exists, "the cluster to be ready")
-        settle(leader)
-        found["join_rank0_s"] = seconds(leader) - used
-        found["join_scheduler_s"] = seconds(scheduler) - its
+        await together(worker.join() for worker in crew)
+        await until(Path(place, "cluster.json").exists)
+        await settle(leader)
+        costs["join_rank0_s"] = seconds(leader) - used
+        costs["join_scheduler_s"] = seconds(scheduler) - its
 
-        used, its = seconds(leader), seconds(scheduler)
-        beats = companies.do("workers_beat", seconds=beat_s)
-        found["beats_per_s"] = sum(one["beats"] for one in beats) / beat_s
-        found["longest_beat_s"] = max(one["longest_s"] for one in beats)
-        found["beat_scheduler_share"] = (seconds(scheduler) - its) / beat_s
-        found["beat_rank0_share"] = (seconds(leader) - used) / beat_s
-        found |= {f"rank0_{key}": value for key, value in state_of(leader).items()}
-        found |= {f"scheduler_{key}": value for key, value in state_of(scheduler).items()}
-        found |= measure_end(rank0, leader, scheduler, companies)
-    return found
+        its, beats = seconds(scheduler), sum(worker.beats for worker in crew)
+        await asyncio.gather(*(worker.beat_for(beat_s) for worker in crew))
+        costs["beats_per_s"] = (sum(worker.beats for worker in crew) - beats) / beat_s
+        costs["beat_scheduler_share"] = (seconds(scheduler) - its) / beat_s
+        costs |= state_of("rank0", leader) | state_of("scheduler", scheduler)
+
+        ends = asyncio.gather(*(rank.end() for rank in ranks))
+        rank0.send_signal(signal.SIGTERM)
+        costs |= await measure_end(leader, scheduler)
+        await ends
+    return costs
 
 
-def measure_end(
-    rank0: psutil.Process,
-    leader: psutil.Process,
-    scheduler: psutil.Process,
-    companies: Companies,
-) -> dict[str, float]:
-    """Measure the end of a run, by a signal: processor time until both are gone."""
-    began = {"end_rank0_s": seconds(leader), "end_scheduler_s": seconds(scheduler)}
-    last = dict(began)
-    companies.tell([{"do": "ranks_end"}] * len(companies._lines))
-    rank0.send_signal(signal.SIGTERM)
+async def measure_end(leader: psutil.Process, scheduler: psutil.Process) -> Costs:
+    """Measure the end of a run: processor time until rank 0 is gone."""
+    first = last = {"end_rank0_s": seconds(leader), "end_scheduler_s": seconds(scheduler)}
     with contextlib.suppress(psutil.Error):
         while leader.status() != psutil.STATUS_ZOMBIE:
             with contextlib.suppress(psutil.Error):
-                last["end_scheduler_s"] = max(last["end_scheduler_s"], seconds(scheduler))
-            last["end_rank0_s"] = seconds(leader)
-            time.sleep(0.01)
-    companies.answers()
-    return {name: last[name] - began[name] for name in began}
+                its = max(last["end_scheduler_s"], seconds(scheduler))
+                last = {"end_rank0_s": seconds(leader), "end_scheduler_s": its}
+            await asyncio.sleep(0.01)
+    return {name: last[name] - first[name] for name in first}
 
 
-def measure_plan(workers: int) -> dict[str, float]:
+def measure_plan(workers: int) -> Costs:
     """Measure the plan alone: on nodes of four GPUs, one rank for each."""
-    inventories, fabrics = {}, {}
+    cores, inventories = tuple(range(CORES)), {}
     for index in range(workers):
         rank = stand_in_rank(index, workers, "")
-        gpus = tuple(
-            Gpu(f"GPU-{rank.host}-{number}", "stand-in", 2**36, tuple(range(CORES)))
-            for number in range(PER_NODE)
-        )
-        inventories[index] = Inventory(
-            index, rank.host, rank.local_index, gpus, tuple(range(CORES)), MEMORY
-        )
-        fabrics[index] = Fabric()
-    first: Rank = stand_in_rank(0, workers, "")
-    spec = RunSpec(protocol="tcp", rmm_pool_size="0")
+        names = [f"GPU-{rank.host}-{number}" for number in range(PER_NODE)]
+        gpus = tuple(Gpu(name, "stand-in", 2**36, cores) for name in names)
+        where = index, rank.host, rank.local_index
+        inventories[index] = Inventory(*where, gpus, cores, MEMORY)
+    spec, first = RunSpec(protocol="tcp", rmm_pool_size="0"), stand_in_rank(0, workers, "")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         start = time.process_time()
-        make_plan(spec, first, inventories, fabrics, job="1")
+        make_plan(spec, first, inventories, dict.fromkeys(inventories, Fabric()), job="1")
         return {"plan_gpus_s": time.process_time() - start}
 
 
-def measure_jobs(jobs: int) -> dict[str, float]:
+# --- a cluster of jobs ----------------------------------------------------------------------------
+
+
+async def measure_jobs(jobs: int) -> Costs:
     """Measure the job control of one cluster, in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="scale-") as place:
-        command = [sys.executable, str(HERE / "scale_jobs.py"), str(jobs), place]
-        done = subprocess.run(
-            command,
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(HERE / "scale_jobs.py"), str(jobs), place),
             env={**os.environ, "HOME": place},
             stdout=subprocess.PIPE,
-            check=True,
-            timeout=2 * PATIENCE_S,
+            limit=2**24,
         )
-    return dict(json.loads(done.stdout))
+        assert process.stdout is not None
+        crew: list[StandInWorker] = []
+        costs: Costs = {}
+        async with asyncio.timeout(2 * PATIENCE_S):
+            async for line in process.stdout:
+                told = json.loads(line)
+                if "names" not in told:
+                    costs = told
+                    continue
+                security = to_security(load_credentials(told["keys"]))
+                names = enumerate(told["names"])
+                crew = [StandInWorker(one, i, told["scheduler"], security) for i, one in names]
+                await together(worker.join() for worker in crew)
+            if await process.wait():
+                raise SystemExit(f"{HERE / 'scale_jobs.py'} failed")
+        await asyncio.gather(*(worker.leave() for worker in crew))
+    return costs
 
 
-def exponent(points: Sequence[tuple[float, float]]) -> float | None:
+# --- the page -------------------------------------------------------------------------------------
+
+
+def exponent(points: Sequence[tuple[float, float]]) -> str:
     """Return the power of the number with which a cost grows: least squares of logarithms."""
     fitted = [(n, cost) for n, cost in points if n >= LEAST_FITTED and cost > 0]
-    if len(fitted) < 2:
-        return None
-    return float(np.polyfit(*np.log(np.array(fitted)).T, 1)[0])
+    return f"{np.polyfit(*np.log(np.array(fitted)).T, 1)[0]:.2f}" if len(fitted) > 1 else ""
 
 
-def fits(records: Sequence[dict[str, float]], by: str) -> dict[str, float]:
-    """Return the exponent of each cost that is no bare number of before."""
-    names = [name for name in records[0] if name != by and not name.endswith("_alone")]
-    found = {}
-    for name in names:
-        base = f"{name}_alone"
-        points = [(one[by], one[name] - one.get(base, 0)) for one in records if name in one]
-        power = exponent(points)
-        if power is not None:
-            found[name] = round(power, 2)
-    return found
+def number(value: float) -> str:
+    """Write two digits or more."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of what is measured, and the machine."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hpcdask": hpcdask.__version__,
-        "distributed": distributed.__version__,
-        "python": platform.python_version(),
-        "kernel": platform.release().split("-")[0],
-        "cores": str(len(os.sched_getaffinity(0))),
+def table(by: str, records: Sequence[Costs]) -> str:
+    """Return the costs of one more, a column for each number, and the exponent of the whole."""
+    lines = [["", *(f"{one[by]:,.0f}" for one in records), "exponent"]]
+    lines.append(["---"] * len(lines[0]))
+    for name, words, unit in ROWS[by]:
+        costs = {one[by]: one[name] - one.get(f"{name}_alone", 0) for one in records if name in one}
+        each = {n: costs[n] * FACTORS[unit] / (1 if ", all" in words else n) for n in costs}
+        shown = [number(each[one[by]]) if one[by] in each else "-" for one in records]
+        lines.append([f"{words}, {unit}".removesuffix(", "), *shown, exponent([*costs.items()])])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def page(results: dict[str, Any]) -> str:
+    """Return the text of the page, with the tables in their place."""
+    found = results["versions"]
+    about = (
+        f"{found['cores']} CPU cores, no GPU; {found['date']}; hpcdask {found['hpcdask']}, "
+        f"distributed {found['distributed']}, Python {found['python']}, Linux {found['kernel']}."
+    )
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return (
+        f"{before}{BEGIN}\nA launch, per worker ({about})\n\n"
+        f"{table('workers', results['launches'])}\nA cluster of jobs, per job\n\n"
+        f"{table('jobs', results['jobs'])}\n{END}{rest.partition(END)[2]}"
+    )
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure each number of workers and of jobs, and print what is found."""
+    results: dict[str, Any] = {
+        "versions": {
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "hpcdask": hpcdask.__version__,
+            "distributed": distributed.__version__,
+            "python": platform.python_version(),
+            "kernel": platform.release().split("-")[0],
+            "cores": str(len(os.sched_getaffinity(0))),
+        },
+        "launches": [],
+        "jobs": [],
     }
+    for workers in options.workers:
+        record = await measure_launch(workers, options.beat) | measure_plan(workers)
+        results["launches"].append(record)
+        print(json.dumps(record), flush=True)
+    for jobs in options.jobs:
+        results["jobs"].append(await measure_jobs(jobs))
+        print(json.dumps(results["jobs"][-1]), flush=True)
+    return results
 
 
 def main() -> None:
@@ -300,21 +363,7 @@ def main() -> None:
         return
     raise_descriptor_limit()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends first
-    results: dict[str, Any] = {"versions": versions(), "launches": [], "jobs": []}
-    for workers in options.workers:
-        record = measure_launch(workers, options.beat) | measure_plan(workers)
-        results["launches"].append(record)
-        print(json.dumps(record), flush=True)
-    for jobs in options.jobs:
-        record = measure_jobs(jobs)
-        results["jobs"].append(record)
-        print(json.dumps(record), flush=True)
-    results["exponents"] = {}
-    for kind, by in (("launches", "workers"), ("jobs", "jobs")):
-        if results[kind]:
-            results["exponents"] |= fits(results[kind], by)
-    for name, power in results["exponents"].items():
-        print(f"{name:28} grows with the power {power:.2f} of the number")
+    results = asyncio.run(measure(options))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 

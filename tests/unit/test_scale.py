@@ -64,10 +64,10 @@ def test_who_works_where_is_decided_by_looking_at_each_rank_a_few_times():
 
 def test_the_page_has_what_was_measured(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import scale_docs
+    import scale
 
     results = json.loads((BENCHMARKS / "results/scale/cpu.json").read_text())
-    assert scale_docs.PAGE.read_text() == scale_docs.page(results)
+    assert scale.PAGE.read_text() == scale.page(results)
 
 
 def test_what_a_thousand_ranks_lack_is_told_in_a_line():
