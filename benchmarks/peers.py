@@ -4,8 +4,8 @@
     python benchmarks/peers.py --cases jobs --virtual-slurm  # jobs, on a SLURM of the tests
     python benchmarks/peers.py --write-docs benchmarks/results/*.json  # docs/benchmarks.md
 
-A case runs on hpcdask and on its peers, one right after the other, and prints a line of JSON for
-each run: measure.py for what hpcdask has of its own, the files in programs/ for what users have.
+A case runs a program on hpcdask and on its peers, one right after the other: a file of programs/,
+which prints a line of JSON for each run, or `hpcdask bench`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launches import execute, gpu_names, mpirun
+import psutil
 
 import hpcdask
+from hpcdask.gpu.devices import visible_gpus
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs/benchmarks.md"
@@ -64,12 +67,10 @@ LAID_OUT = {
     "packed": "SVD, k = 10, of 2-bit values,",
 }
 #: Cases that no machine without a GPU has.
-ON_GPUS = {"packed", "transfer", "transpose", "allreduce", "scaling", "crowd"}
-CASES = (
-    *("startup", "tasks", *LAID_OUT, "workloads", *sorted(ON_GPUS - {*LAID_OUT})),
-    *("jobs", "programs"),
-)
-#: Keywords of LocalCUDACluster, as measure.py takes them.
+ON_GPUS = {"packed", "transfer", "allreduce", "scaling", "crowd"}
+CASES = ("startup", *LAID_OUT, "workloads", *sorted(ON_GPUS - {*LAID_OUT}), "jobs", "programs")
+LOCAL = "LocalCUDACluster"
+#: Keywords of LocalCUDACluster, as on_peer.py takes them.
 OVER_UCX = {"PEER_KEYWORDS": json.dumps({"protocol": "ucx"})}
 CPU = {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"}
 #: Workers of a full node, on fewer GPUs.
@@ -77,6 +78,14 @@ CROWD = 8
 #: A line of a program's last words that says why it failed.
 ERROR = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Killed\w*)\b.*", re.MULTILINE)
 LOG: dict[str, Any] = {"file": sys.stderr, "flush": True}
+#: The variable by which the processes of a command are found, whoever started them.
+MARK = "HPCDASK_BENCHMARK"
+#: How long processes may still clean up behind themselves.
+GRACE_S = 5.0
+
+#: Of a side in a round: seconds of the ``first`` run in a process and of ``later`` ones, ``GB``,
+#: and why it ``failed`` or was ``skipped``.
+Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,11 @@ class Side:
 
     name: str
     command: Sequence[str]
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def on(self, *program: str) -> Side:
+        """Return this cluster with a program."""
+        return replace(self, command=[*self.command, *program])
 
 
 @dataclass(frozen=True)
@@ -93,8 +106,7 @@ class Case:
     """Measurement on several sides, hpcdask first.
 
     `what` says what a program of users does. The sides of a `laid_out` case run different programs.
-    Of a `whole` case the time is that of the command; `floor` is a command whose time none can be
-    below.
+    Of a `whole` case the time is that of the command; `floor_s` is a time that none can be below.
     """
 
     name: str
@@ -108,11 +120,7 @@ class Case:
 
 @dataclass
 class Record:
-    """What a case told on hpcdask and on one peer, round by round.
-
-    A round has ``ours`` and ``theirs``: seconds of the ``first`` run in a process and of ``later``
-    ones, ``GB``, and why it ``failed``.
-    """
+    """What a case told on hpcdask (``ours``) and on one peer (``theirs``), round by round."""
 
     case: str
     peer: str
@@ -120,7 +128,7 @@ class Record:
     laid_out: bool = False
     workers: int = 0
     floor_s: float | None = None
-    rounds: list[dict[str, dict[str, Any]]] = field(default_factory=list)
+    rounds: list[dict[str, Result]] = field(default_factory=list)
 
     def seconds(self, who: str, phase: str) -> float | None:
         """Return the median of a side; None where it has no time."""
@@ -128,9 +136,7 @@ class Record:
 
     def ratios(self, phase: str) -> list[float]:
         """Return hpcdask's time over the peer's, round by round."""
-        pairs = [
-            (_median(one["ours"][phase]), _median(one["theirs"][phase])) for one in self.rounds
-        ]
+        pairs = [[_median(one[who][phase]) for who in ("ours", "theirs")] for one in self.rounds]
         return [ours / theirs for ours, theirs in pairs if ours and theirs]
 
     def failure(self, who: str) -> str:
@@ -145,34 +151,30 @@ def _median(values: Sequence[float]) -> float | None:
 # --- what is compared -----------------------------------------------------------------------------
 
 
+def mpirun(ranks: int) -> list[str]:
+    """Return Open MPI's launcher, for a machine with fewer cores than ranks too."""
+    beside = Path(sys.executable).parent / "mpirun"
+    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    program = str(beside) if beside.exists() else "mpirun"
+    return [program, *root, "--oversubscribe", "-n", str(ranks)]
+
+
 def runner(ranks: int, *options: str, **variables: str) -> Side:
     """Return hpcdask's runner, without a program yet."""
     return Side(OURS, [*mpirun(ranks), sys.executable, "-m", "hpcdask.run", *options], variables)
 
 
-def ours(ranks: int, *arguments: str, options: Sequence[str] = (), **variables: str) -> Side:
-    """Return a measurement on hpcdask's runner, which gets `options`."""
-    side = runner(ranks, *options, **variables)
-    return Side(OURS, [*side.command, *_measure("runner", ranks, *arguments)], variables)
-
-
-def theirs(name: str, kind: str, workers: int, *arguments: str, **variables: str) -> Side:
-    """Return the same measurement on a peer."""
-    command = [sys.executable, *_measure(kind, workers, *arguments)]
+def peer(name: str, kind: str, workers: int, **variables: str) -> Side:
+    """Return the cluster of another tool, without a program yet."""
     launcher = mpirun(workers + 2) if kind == "dask-mpi" else []
-    return Side(name, [*launcher, *command], variables)
-
-
-def _measure(kind: str, workers: int, *arguments: str) -> list[str]:
-    script = str(HERE / "measure.py")
-    return [script, "--cluster", kind, "--workers", str(workers), "--case", *arguments]
+    command = [*launcher, sys.executable, str(HERE / "on_peer.py"), kind, str(workers)]
+    return Side(name, command, variables)
 
 
 def cases(options: argparse.Namespace, gpus: int) -> Iterator[Case]:
     """Yield all that is wanted of what this machine can."""
     wanted = options.cases.split(",")
-    if "workloads" in wanted:
-        wanted += [name for name in LAID_OUT if name != "array"]
+    wanted += ["svd", "packed"] if "workloads" in wanted else []
     yield from _gpu_cases(gpus, wanted) if gpus else _cpu_cases(wanted)
     if "jobs" in wanted:
         yield _jobs(gpus, gpus or 8)
@@ -181,85 +183,69 @@ def cases(options: argparse.Namespace, gpus: int) -> Iterator[Case]:
 
 
 def _gpu_cases(gpus: int, wanted: Sequence[str]) -> Iterator[Case]:
-    local = "LocalCUDACluster"
     for workers in (n for name, n in {"startup": gpus, "crowd": CROWD}.items() if name in wanted):
         shared = workers > gpus
-        name = local + ", made to share them" * shared
-        share = ["--oversubscribe"] if shared else []
-        sides = (
-            ours(workers, "startup", options=share, NEEDS_CONTEXT="1"),
-            theirs(name, "local-cuda", workers, "startup", NEEDS_CONTEXT="1"),
-        )
+        ready = str(HERE / "programs/ready.py"), "--workers", str(workers), "--contexts", "1"
+        ours = runner(workers, *(["--oversubscribe"] if shared else []))
+        theirs = peer(LOCAL + ", made to share them" * shared, "local-cuda", workers)
         floor_s = statistics.median(bare_contexts(workers, gpus) for _ in range(3))
         title = f"startup to {workers} workers{f' on {gpus} GPUs' * shared}"
-        yield Case(title, sides, floor_s=floor_s)
-    if "tasks" in wanted:
-        more = "tasks", "--repeats", "2"
-        sides = ours(gpus, *more), theirs(local, "local-cuda", gpus, *more)
-        yield Case(f"10,000 empty Dask tasks, {gpus} workers", sides)
-    ucx = f"{local}(protocol='ucx')"
-    for what, title, size in (
-        ("transfer", "2.1 GB from one GPU to another", "0"),
-        ("transpose", f"x + x.T of {10 * gpus} GB on {gpus} GPUs", f"{10 * gpus}GB"),
-    ):
-        if what in wanted and gpus > 1:
-            more = what, "--size", size, "--repeats", "7"
-            sides = ours(gpus, *more), theirs(ucx, "local-cuda", gpus, *more, **OVER_UCX)
-            yield Case(title, sides)
+        yield Case(title, [ours.on(*ready), theirs.on(*ready)], floor_s=floor_s)
+    if "transfer" in wanted and gpus > 1:
+        more = _bench("exchange", "--size", "2.1GB", "--alone", "--repeats", "7")
+        sides = _on_first_gpus(gpus)
+        yield Case("2.1 GB from one GPU to another", [side.on(*more) for side in sides])
     if "allreduce" in wanted and gpus > 1:
-        more = "allreduce", "--size", "256MB", "--repeats", "7"
-        plain = theirs("the same in plain processes", "processes", gpus, *more)
+        script, how = str(HERE / "all_reduce.py"), (str(gpus), str(256 * 10**6), "7")
+        plain = Side("the same in plain processes", [sys.executable, script, "processes", *how])
         title = f"all-reduce of 256 MB between {gpus} GPUs, torch over NCCL"
-        yield Case(title, (ours(gpus, *more), plain))
+        yield Case(title, [runner(gpus).on(script, "gang", *how), plain])
     for count in dict.fromkeys([gpus, 1]) if "array" in wanted else ():
-        yield _gpu_workload("array", 2000, count)
+        where = f"{count} GPU{'s' * (count > 1)}"
+        yield _laid_out("array", "2000 GB", where, _on_first_gpus(count), "--repeats", "1")
     for case in ("svd", "packed"):
         if case in wanted:
-            yield _gpu_workload(case, 25 * gpus, gpus)
+            where = f"{gpus} GPU{'s' * (gpus > 1)}"
+            yield _laid_out(case, f"{25 * gpus} GB", where, _on_first_gpus(gpus))
     if "scaling" in wanted and gpus > 1:
-        more = "array", "--form", "tuned", "--size"
-        one = ours(1, *more, "2TB", CUDA_VISIBLE_DEVICES="0")
-        sides = (
-            ours(gpus, *more, f"{2 * gpus}TB"),
-            Side("hpcdask on one GPU", one.command, one.environment),
-        )
+        more = _bench("array", "--size")
+        one = replace(runner(1, CUDA_VISIBLE_DEVICES="0"), name="hpcdask on one GPU")
+        sides = runner(gpus).on(*more, f"{2 * gpus}TB"), one.on(*more, "2TB")
         title = f"array, 2 TB for each of {gpus} GPUs against one GPU"
         yield Case(title, sides, laid_out=True, deadline_s=400)
 
 
-def _gpu_workload(case: str, gigabytes: float, gpus: int) -> Case:
-    """Return the tuned form on the first GPUs against the stock one, which has NVLink as ours."""
-    more = case, "--size", f"{gigabytes:g}GB", "--form"
-    few = ["--repeats", "1"] if case == "array" else []
-    variables = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
-    name = "LocalCUDACluster" + "(protocol='ucx')" * (gpus > 1)
-    over = OVER_UCX if gpus > 1 else {}
-    sides = (
-        ours(gpus, *more, "tuned", **variables),
-        theirs(name, "local-cuda", gpus, *more, "stock", *few, **variables, **over),
-    )
-    title = f"{LAID_OUT[case]} {gigabytes:g} GB, {gpus} GPU{'s' * (gpus > 1)}"
-    return Case(title, sides, laid_out=True, deadline_s=400)
-
-
 def _cpu_cases(wanted: Sequence[str]) -> Iterator[Case]:
+    ours = runner(2, **CPU)
     if "startup" in wanted:
-        sides = (
-            ours(2, "startup", **CPU),
-            theirs("dask-mpi (4 ranks)", "dask-mpi", 2, "startup", **CPU),
-        )
+        ready = str(HERE / "programs/ready.py"), "--workers", "2"
+        sides = ours.on(*ready), peer("dask-mpi (4 ranks)", "dask-mpi", 2, **CPU).on(*ready)
         yield Case("launch to exit, 2 workers", sides, whole=True)
-    if "tasks" in wanted:
-        sides = ours(2, "tasks", **CPU), theirs("LocalCluster", "local", 2, "tasks", **CPU)
-        yield Case("10,000 empty Dask tasks, 2 workers", sides)
-    for case, megabytes in {"array": 2000, "svd": 500}.items():
+    for case, size in {"array": "2000 MB", "svd": "500 MB"}.items():
         if case in wanted:
-            more = case, "--size", f"{megabytes}MB", "--form"
-            sides = (
-                ours(2, *more, "tuned", **CPU),
-                theirs("LocalCluster", "local", 2, *more, "stock", **CPU),
-            )
-            yield Case(f"{LAID_OUT[case]} {megabytes} MB, 2 workers", sides, laid_out=True)
+            sides = ours, peer("LocalCluster", "local", 2, **CPU)
+            yield _laid_out(case, size, "2 workers", sides)
+
+
+def _bench(*arguments: str) -> list[str]:
+    return ["-m", "hpcdask.bench", *arguments]
+
+
+def _on_first_gpus(count: int) -> tuple[Side, Side]:
+    """Return clusters on some of the GPUs, whose workers exchange data over NVLink on both."""
+    few = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+    if count == 1:
+        return runner(count, **few), peer(LOCAL, "local-cuda", count, **few)
+    theirs = peer(f"{LOCAL}(protocol='ucx')", "local-cuda", count, **few, **OVER_UCX)
+    return runner(count, **few), theirs
+
+
+def _laid_out(case: str, size: str, where: str, sides: tuple[Side, Side], *few: str) -> Case:
+    """Return the tuned form of a workload beside the stock one, which may have `few` repeats."""
+    more = _bench(case.replace("packed", "svd"), "--size", size, "--form")
+    tuned = ["tuned", "--packed"] if case == "packed" else ["tuned"]  # stock has no such thing
+    both = sides[0].on(*more, *tuned), sides[1].on(*more, "stock", *few)
+    return Case(f"{LAID_OUT[case]} {size}, {where}", both, laid_out=True, deadline_s=400)
 
 
 def _jobs(gpus: int, count: int) -> Case:
@@ -268,35 +254,32 @@ def _jobs(gpus: int, count: int) -> Case:
     usual = {"cores": 1, "memory": "1GiB", "walltime": "00:10:00"}
     variables = {"JOB_KEYWORDS": os.environ.get("JOB_KEYWORDS", json.dumps(usual))}
     variables |= {} if gpus else {"JOB_DEVICE": "cpu"}
-    mine = theirs(OURS, "jobs", count, "jobs", **variables)
-    peer = theirs("dask-jobqueue SLURMCluster", "dask-jobqueue", count, "jobs", **variables)
-    kind = "GPU" if gpus else "CPU"
-    return Case(f"{count} SLURM jobs to {count} {kind} workers", (mine, peer))
+    names = {OURS: OURS, "dask-jobqueue": "dask-jobqueue SLURMCluster"}
+    command = [sys.executable, str(HERE / "slurm_jobs.py")]
+    sides = [Side(name, [*command, kind, str(count)], variables) for kind, name in names.items()]
+    return Case(f"{count} SLURM jobs to {count} {'GPU' if gpus else 'CPU'} workers", sides)
 
 
 def clusters(gpus: int, workers: int) -> dict[str, Side]:
     """Return what programs run on, hpcdask first, by the names that `--peers` takes."""
-    cpu = {} if gpus else CPU
-    share = ["--oversubscribe"] if workers > gpus else []
-    found = {OURS: runner(workers, *(share if gpus else ["--device", "cpu", "--nthreads", "1"]))}
-    found[OURS] = Side(OURS, found[OURS].command, cpu)
-
-    def add(key: str, name: str, kind: str, launcher: Sequence[str] = (), **variables: str) -> None:
-        command = [*launcher, sys.executable, str(HERE / "on_peer.py"), kind, str(workers)]
-        found[key] = Side(name, command, cpu | variables)
-
-    if gpus:
-        shared = "; made to share GPUs" if workers > gpus else ""
-        tuned = {"protocol": "ucx", "rmm_pool_size": 0.5 / -(-workers // gpus)}
-        said = ", ".join(f"{key}={value!r}" for key, value in tuned.items())
-        tuned["rmm_allocator_external_lib_list"] = ["cupy"]
-        add("default", f"LocalCUDACluster(){shared}", "local-cuda")
-        name = f"LocalCUDACluster({said}, CuPy in the pool){shared}"
-        add("tuned", name, "local-cuda", PEER_KEYWORDS=json.dumps(tuned))
-    else:
-        add("dask-mpi", f"dask-mpi ({workers + 2} ranks)", "dask-mpi", mpirun(workers + 2))
-        add("local", "LocalCluster", "local")
-    return found
+    if not gpus:
+        options = "--device", "cpu", "--nthreads", "1"
+        return {
+            OURS: runner(workers, *options, **CPU),
+            "dask-mpi": peer(f"dask-mpi ({workers + 2} ranks)", "dask-mpi", workers, **CPU),
+            "local": peer("LocalCluster", "local", workers, **CPU),
+        }
+    shared = workers > gpus
+    tuned: dict[str, Any] = {"protocol": "ucx", "rmm_pool_size": 0.5 / -(-workers // gpus)}
+    said = ", ".join(f"{key}={value!r}" for key, value in tuned.items())
+    tuned["rmm_allocator_external_lib_list"] = ["cupy"]
+    end = "; made to share GPUs" * shared
+    name = f"{LOCAL}({said}, CuPy in the pool){end}"
+    return {
+        OURS: runner(workers, *(["--oversubscribe"] if shared else [])),
+        "default": peer(f"{LOCAL}(){end}", "local-cuda", workers),
+        "tuned": peer(name, "local-cuda", workers, PEER_KEYWORDS=json.dumps(tuned)),
+    }
 
 
 def _programs(options: argparse.Namespace, gpus: int) -> Iterator[Case]:
@@ -309,10 +292,9 @@ def _programs(options: argparse.Namespace, gpus: int) -> Iterator[Case]:
     if gpus:
         warm_up(programs, min(60, options.budget))
     arguments = ["--device", "cuda" if gpus else "cpu", "--workers", str(workers)]
+    arguments += ["--runs", str(options.runs)]
     for program in programs:
-        yield program_case(
-            program, sides, [*arguments, "--runs", str(options.runs)], options.deadline
-        )
+        yield program_case(program, sides, arguments, options.deadline)
 
 
 def program_case(
@@ -322,16 +304,17 @@ def program_case(
     file, *own = shlex.split(program)
     path = HERE / "programs" / file
     what = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].rstrip(".")
-    command = [str(path), *own, *arguments]
-    on = [Side(one.name, [*one.command, *command], one.environment) for one in sides]
+    on = [side.on(str(path), *own, *arguments) for side in sides]
     return Case(program, on, what, deadline_s=deadline_s)
 
 
 def warm_up(programs: Sequence[str], timeout: float) -> None:
-    """Let nobody be the first to compile a kernel for the disk: see warm_up.py."""
+    """Let nobody be the first to compile a kernel for the disk."""
     sources = {one: (HERE / "programs" / shlex.split(one)[0]).read_text() for one in programs}
-    arrays = [name for name, text in sources.items() if "RandomState" in text]
-    ended = execute([sys.executable, str(HERE / "warm_up.py"), "cuda", *arrays], {}, timeout)
+    arrays = [
+        name for name, text in sources.items() if "options.xp" in text or "options.random" in text
+    ]
+    ended = execute(peer("", "threads", 1).on(*arrays), timeout)
     print(f"warm-up of {len(arrays)} programs: {ended.wall_s:.0f} s", **LOG)
 
 
@@ -373,12 +356,12 @@ def measure(
     as it can. A case that failed on a side is not tried there again.
     """
     end = time.monotonic() + budget_s
-    made: dict[str, list[dict[str, dict[str, Any]]]] = {case.name: [] for case in every}
+    made: dict[str, list[dict[str, Result]]] = {case.name: [] for case in every}
     left_out: dict[str, str] = {}
-    failed: dict[tuple[str, str], dict[str, Any]] = {}
+    failed: dict[tuple[str, str], Result] = {}
     for number in range(rounds):
         for case in (one for one in every if one.name not in left_out):
-            results: dict[str, dict[str, Any]] = {}
+            results: dict[str, Result] = {}
             for side in case.sides if number % 2 == 0 else list(reversed(case.sides)):
                 where = (case.name, side.name)
                 result = failed.get(where)
@@ -397,29 +380,77 @@ def measure(
             yield case, records(case, made[case.name], workers), left_out.get(case.name, "")
 
 
-def records(
-    case: Case, made: Sequence[dict[str, dict[str, Any]]], workers: int = 0
-) -> list[Record]:
+def records(case: Case, made: Sequence[dict[str, Result]], workers: int = 0) -> list[Record]:
     """Return a record for each peer that has had a round beside hpcdask."""
     mine, *peers = (side.name for side in case.sides)
+    how = case.what, case.laid_out, workers, case.floor_s
+    return [
+        Record(case.name, peer, *how, [{"ours": one[mine], "theirs": one[peer]} for one in both])
+        for peer in peers
+        if (both := [one for one in made if {mine, peer} <= {*one}])
+    ]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended; the code is None where it ran past its deadline."""
+
+    code: int | None
+    out: str
+    err: str
+    wall_s: float
+
+
+def execute(side: Side, timeout: float) -> Ended:
+    """Run a command to its end or its deadline, with the time of its launch in `LAUNCHED`.
+
+    Every process of it is gone when it returns.
+    """
+    mark, launched, code = uuid.uuid4().hex, time.time(), None
+    env = {**os.environ, **side.environment, MARK: mark, "LAUNCHED": repr(launched)}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+        process = subprocess.Popen(side.command, env=env, start_new_session=True, **streams)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout)
+            wall_s = time.time() - launched
+        finally:
+            for one in marked(mark) if process.poll() is None else ():
+                with contextlib.suppress(psutil.Error):
+                    one.terminate()
+            psutil.wait_procs(marked(mark), GRACE_S)
+            while remaining := marked(mark):
+                for one in remaining:
+                    with contextlib.suppress(psutil.Error):
+                        one.kill()
+                psutil.wait_procs(remaining, GRACE_S)
+            process.wait()
+        out.seek(0)
+        err.seek(0)
+        return Ended(code, out.read(), err.read(), wall_s)
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return the living processes of a command."""
     found = []
-    for peer in peers:
-        pairs = [{"ours": one[mine], "theirs": one[peer]} for one in made if {mine, peer} <= {*one}]
-        if pairs:
-            kind = case.what, case.laid_out, workers, case.floor_s
-            found.append(Record(case.name, peer, *kind, pairs))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark:
+                found.append(process)
     return found
 
 
-def run(case: Case, side: Side, timeout: float) -> dict[str, Any]:
+def run(case: Case, side: Side, timeout: float) -> Result:
     """Return the seconds of a side's first run and of later ones; why it failed, or was skipped."""
     if timeout < 1:
         return {"skipped": OVER}
-    ended = execute(side.command, side.environment, timeout)
+    ended = execute(side, timeout)
     lines = [json.loads(line) for line in ended.out.splitlines() if re.match(r"{.*}$", line)]
     if skipped := next((line["skipped"] for line in lines if "skipped" in line), ""):
         return {"skipped": skipped}
-    result: dict[str, Any] = {"first": [], "later": [], "wall_s": ended.wall_s}
+    lines = [one for line in lines for one in (_of_bench(line) if "checks" in line else [line])]
+    result: Result = {"first": [], "later": [], "wall_s": ended.wall_s}
     for line in lines:
         phase = line.get("phase") or ("later" if result["first"] else "first")
         result[phase] += [line["seconds"]] if line["correct"] else []
@@ -441,7 +472,15 @@ def run(case: Case, side: Side, timeout: float) -> dict[str, Any]:
     return result
 
 
-def _told(result: dict[str, Any]) -> str:
+def _of_bench(told: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs that a line of `hpcdask bench` tells of; of an exchange, those of a pair."""
+    exchange = told["exchange"]
+    seconds = exchange["pairs"][0]["seconds"] if exchange else told["seconds"]
+    correct = all(check["ok"] for check in told["checks"])
+    return [{"phase": "later", "seconds": one, "correct": correct} for one in seconds]
+
+
+def _told(result: Result) -> str:
     """Return one result in words, for who watches."""
     if "skipped" in result:
         return f"left out: {result['skipped']}"
@@ -605,10 +644,10 @@ def main() -> None:
     parser.add_argument("--json", help="where the results go, beside those already there")
     parser.add_argument(
         "--cases",
-        default="startup,tasks,array",
-        help=f"of startup, tasks; {', '.join(LAID_OUT)}; workloads (all of these but array); "
-        "transfer, transpose, allreduce (torch), scaling, crowd: eight workers on fewer GPUs "
-        "(GPU); jobs (SLURM); programs: those that users have",
+        default="startup,array",
+        help=f"of startup; {', '.join(LAID_OUT)}; workloads (svd, packed); transfer, allreduce "
+        "(torch), scaling, crowd: eight workers on fewer GPUs (GPU); jobs (SLURM); programs: those "
+        "that users have",
     )
     parser.add_argument("--virtual-slurm", action="store_true", help="start a SLURM here")
     parser.add_argument("--rounds", type=int, default=3)
@@ -625,13 +664,13 @@ def main() -> None:
         PAGE.write_text(page(options.write_docs))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends as well
-    gpus, wanted, start = gpu_names(), options.cases.split(","), time.monotonic()
+    gpus, wanted, start = visible_gpus(), options.cases.split(","), time.monotonic()
     if unknown := [name for name in wanted if name not in CASES]:
         parser.error(f"--cases has no {', '.join(unknown)}: {', '.join(CASES)}")
     if not gpus and set(wanted) <= ON_GPUS:
         parser.error(f"{', '.join(wanted)} need GPUs, and this machine has none")
     cores = f"{os.cpu_count()} CPU cores"
-    machine = f"{len(gpus)} x {gpus[0]}, {cores}" if gpus else f"{cores}, no GPU"
+    machine = f"{len(gpus)} x {gpus[0].name}, {cores}" if gpus else f"{cores}, no GPU"
     machine += VIRTUAL * options.virtual_slurm
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     results: dict[str, Any] = {"machine": machine, "date": date, "versions": versions()}

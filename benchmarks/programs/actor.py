@@ -1,7 +1,6 @@
 """Turns with an actor, each waiting for the result of its method (1,000)."""
 
 import common
-from distributed import Client
 
 
 class Counter:
@@ -14,12 +13,10 @@ class Counter:
 
 
 if __name__ == "__main__":
-    options = common.parse(count=1_000)
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start(count=1_000)
 
     def run():
-        counter = client.submit(Counter, actor=True, pure=False).result()
+        counter = options.client.submit(Counter, actor=True, pure=False).result()
         return [counter.increment().result() for _ in range(options.count)]
 
     options.measure(run, lambda counts: counts == list(range(1, options.count + 1)))

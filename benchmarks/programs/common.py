@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -12,14 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dask
 import psutil
+from distributed import Client, wait
 
 
 class Options(argparse.Namespace):
-    """The options of a program, and what follows from them."""
+    """Options of a program, and what follows from them."""
 
     def pick(self, *, gpu: Any, cpu: Any) -> Any:
-        """The size for what the cluster computes on, or for what `--sizes` says."""
+        """Return the size for what the cluster computes on, or for what `--sizes` says."""
         sizes = self.sizes or {"cuda": "gpu", "cpu": "cpu"}[self.device]
         return gpu if sizes == "gpu" else cpu
 
@@ -28,18 +31,30 @@ class Options(argparse.Namespace):
         """CuPy or NumPy."""
         return importlib.import_module("cupy" if self.device == "cuda" else "numpy")
 
-    def finish(self, client: Any, *collections: Any) -> None:
-        """Wait for collections, and for what their Dask tasks left running on the GPUs."""
-        from distributed import wait
+    @functools.cached_property
+    def random(self) -> Any:
+        """Random numbers as dask arrays, by CuPy or NumPy."""
+        import dask.array as da
 
-        def synchronize() -> None:
+        return da.random.RandomState(RandomState=self.xp.random.RandomState)
+
+    def persist(self, *collections: Any) -> Any:
+        """Persist one or several collections, and wait for them."""
+        found = dask.persist(*collections)
+        self.finish(*found)
+        return found if len(found) > 1 else found[0]
+
+    def finish(self, *collections: Any) -> None:
+        """Wait for collections, and for what their Dask tasks left running on the GPUs."""
+
+        def synchronize() -> None:  # inside, so that workers get it by value
             import cupy
 
             cupy.cuda.Device().synchronize()
 
         wait(collections)
         if self.device == "cuda":
-            client.run(synchronize)
+            self.client.run(synchronize)
 
     def measure(
         self,
@@ -65,8 +80,8 @@ class Options(argparse.Namespace):
                 break
 
 
-def parse(**defaults: int | str | None) -> Options:
-    """The options that all programs have, and those of this one with their defaults."""
+def start(**defaults: int | str | None) -> Options:
+    """Connect to the cluster; `defaults` are the program's own options."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], help="the default is what there is")
     parser.add_argument("--sizes", choices=["gpu", "cpu"], help="the default is as the device")
@@ -77,11 +92,13 @@ def parse(**defaults: int | str | None) -> Options:
         parser.add_argument(f"--{name}", default=value, type=int if isinstance(value, int) else str)
     options = parser.parse_args(namespace=Options())
     options.device = options.device or ("cuda" if has_gpu() else "cpu")
+    options.client = Client()
+    options.client.wait_for_workers(options.workers)
     return options
 
 
 def has_gpu() -> bool:
-    """Whether CuPy is there, and a GPU for it."""
+    """Return whether CuPy is there, and a GPU for it."""
     if importlib.util.find_spec("cupy") is None:
         return False
     import cupy
@@ -98,7 +115,7 @@ def need(*packages: str) -> None:
 
 
 def since_launch() -> float:
-    """Seconds since the launch of the command, which a benchmark has put into the environment."""
+    """Return the seconds since the launch of the command, by the environment if it is there."""
     launched = os.environ.get("LAUNCHED") or psutil.Process().create_time()
     return time.time() - float(launched)
 

@@ -2,7 +2,6 @@
 
 import common
 import dask
-from distributed import Client
 
 
 @dask.delayed
@@ -11,9 +10,7 @@ def nothing(_):
 
 
 if __name__ == "__main__":
-    options = common.parse(count=5_000)
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start(count=5_000)
 
     def run():
         return dask.compute(*[nothing(number) for number in range(options.count)])

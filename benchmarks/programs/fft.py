@@ -2,24 +2,16 @@
 
 import common
 import dask.array as da
-from distributed import Client
 
 if __name__ == "__main__":
-    options = common.parse()
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start()
     side, chunk = options.pick(gpu=(30_000, 1_500), cpu=(2_000, 250))
-    random = da.random.RandomState(RandomState=options.xp.random.RandomState)
 
     def prepare():
-        x = random.random_sample((side, side), chunks=(chunk, side)).persist()
-        options.finish(client, x)
-        return x
+        return options.persist(options.random.random_sample((side, side), chunks=(chunk, side)))
 
     def run(x):
-        y = da.fft.fft(x.rechunk((side, chunk)), axis=0).persist()
-        options.finish(client, y)
-        return x, y
+        return x, options.persist(da.fft.fft(x.rechunk((side, chunk)), axis=0))
 
     def check(result):
         x, y = result

@@ -3,7 +3,7 @@
 import common
 import dask.array as da
 import numpy as np
-from distributed import Client, wait
+from distributed import wait
 
 
 def block(number):
@@ -11,16 +11,14 @@ def block(number):
 
 
 if __name__ == "__main__":
-    options = common.parse(what="host", count=2_000)
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start(what="host", count=2_000)
+    client = options.client
     side = options.pick(gpu=16_000, cpu=7_072)
     module = options.xp if options.what == "device" else np
     random = da.random.RandomState(RandomState=module.random.RandomState)
 
     def make_array():
-        x = random.random_sample((side, side), chunks=(side // 16, side)).persist()
-        options.finish(client, x)
+        x = options.persist(random.random_sample((side, side), chunks=(side // 16, side)))
         return x, float(x.sum().compute())
 
     def gather_array(made):

@@ -1,24 +1,19 @@
 """Mean and count by name of a pandas DataFrame in many partitions."""
 
 import common
-from distributed import Client
 
 if __name__ == "__main__":
-    options = common.parse()
     common.need("pandas", "pyarrow")
     import dask.datasets
     import pandas as pd
 
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start()
     days, seconds = options.pick(gpu=(200, 1), cpu=(20, 10))
 
     def prepare():
         start = pd.Timestamp("2001-01-01")
         end = start + pd.Timedelta(days=days)
-        frame = dask.datasets.timeseries(start, end, freq=f"{seconds}s").persist()
-        options.finish(client, frame)
-        return frame
+        return options.persist(dask.datasets.timeseries(start, end, freq=f"{seconds}s"))
 
     def run(frame):
         return len(frame), frame.groupby("name").x.agg(["mean", "count"]).compute()

@@ -2,14 +2,11 @@
 
 import common
 import dask.array as da
-from distributed import Client
 
 CHUNK = 1_000
 
 if __name__ == "__main__":
-    options = common.parse(count=10_000)
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start(count=10_000)
     size = CHUNK * options.count
 
     def run():

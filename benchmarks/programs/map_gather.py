@@ -1,7 +1,6 @@
 """`client.map` of a function, and `client.gather` of the results (10,000)."""
 
 import common
-from distributed import Client
 
 
 def double(number):
@@ -9,9 +8,8 @@ def double(number):
 
 
 if __name__ == "__main__":
-    options = common.parse(count=10_000)
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start(count=10_000)
+    client = options.client
 
     def run():
         return client.gather(client.map(double, range(options.count), pure=False))

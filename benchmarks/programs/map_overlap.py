@@ -1,8 +1,6 @@
 """The mean of each value and its four neighbours, by `map_overlap`."""
 
 import common
-import dask.array as da
-from distributed import Client
 
 
 def smooth(block):
@@ -12,21 +10,14 @@ def smooth(block):
 
 
 if __name__ == "__main__":
-    options = common.parse()
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start()
     side, chunk = options.pick(gpu=(50_000, 5_000), cpu=(3_000, 500))
-    random = da.random.RandomState(RandomState=options.xp.random.RandomState)
 
     def prepare():
-        x = random.random_sample((side, side), chunks=chunk).persist()
-        options.finish(client, x)
-        return x
+        return options.persist(options.random.random_sample((side, side), chunks=chunk))
 
     def run(x):
-        y = x.map_overlap(smooth, depth=1, boundary="periodic").persist()
-        options.finish(client, y)
-        return x, y
+        return x, options.persist(x.map_overlap(smooth, depth=1, boundary="periodic"))
 
     def check(result):
         x, y = result

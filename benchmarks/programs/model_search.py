@@ -1,7 +1,7 @@
 """A search for the best model of scikit-learn, each of them one future."""
 
 import common
-from distributed import Client, as_completed
+from distributed import as_completed
 
 
 def score(x, y, c, gamma):
@@ -12,12 +12,11 @@ def score(x, y, c, gamma):
 
 
 if __name__ == "__main__":
-    options = common.parse()
     common.need("sklearn")
     from sklearn.datasets import load_digits
 
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start()
+    client = options.client
     x, y = load_digits(return_X_y=True)
     x, y = options.pick(gpu=(x, y), cpu=(x[:600], y[:600]))
     grid = [(c, gamma) for c in (0.1, 1, 10) for gamma in (1e-4, 1e-3, 1e-2, 1e-1)]

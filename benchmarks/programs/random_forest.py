@@ -1,17 +1,14 @@
 """A random forest of scikit-learn, whose trees grow on the workers through joblib."""
 
 import common
-from distributed import Client
 
 if __name__ == "__main__":
-    options = common.parse()
     common.need("sklearn")
     import joblib
     from sklearn.datasets import make_classification
     from sklearn.ensemble import RandomForestClassifier
 
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start()
     rows, trees = options.pick(gpu=(20_000, 200), cpu=(2_000, 40))
     x, y = make_classification(rows, 20, n_informative=10, random_state=0)
 

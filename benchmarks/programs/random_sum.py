@@ -1,18 +1,13 @@
 """`(x + 1)[::2, ::2].sum()` of random normal numbers."""
 
 import common
-import dask.array as da
-from distributed import Client
 
 if __name__ == "__main__":
-    options = common.parse()
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start()
     side, chunk = options.pick(gpu=(200_000, 10_000), cpu=(4_000, 1_000))
-    random = da.random.RandomState(RandomState=options.xp.random.RandomState)
 
     def run():
-        x = random.normal(10, 1, size=(side, side), chunks=chunk)
+        x = options.random.normal(10, 1, size=(side, side), chunks=chunk)
         return float((x + 1)[::2, ::2].sum().compute())
 
     def check(total):

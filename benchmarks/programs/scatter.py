@@ -3,12 +3,10 @@
 import common
 import dask.array as da
 import numpy as np
-from distributed import Client
 
 if __name__ == "__main__":
-    options = common.parse(what="scatter")
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start(what="scatter")
+    client = options.client
     side = options.pick(gpu=16_000, cpu=7_072)
     rng = np.random.default_rng()
 
@@ -16,8 +14,7 @@ if __name__ == "__main__":
         return rng.random((side, side))
 
     def scatter(x):
-        parts = np.array_split(x, 16)
-        futures = client.scatter(parts)
+        futures = client.scatter(np.array_split(x, 16))
         return x, lambda: sum(client.gather(client.map(np.sum, futures)))
 
     def sum_of_graph(x):

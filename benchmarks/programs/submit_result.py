@@ -1,7 +1,6 @@
 """Turns of `client.submit` and `result`, each with the result before (1,000)."""
 
 import common
-from distributed import Client
 
 
 def increment(number):
@@ -9,14 +8,12 @@ def increment(number):
 
 
 if __name__ == "__main__":
-    options = common.parse(count=1_000)
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start(count=1_000)
 
     def run():
         number = 0
         for _ in range(options.count):
-            number = client.submit(increment, number, pure=False).result()
+            number = options.client.submit(increment, number, pure=False).result()
         return number
 
     options.measure(run, lambda number: number == options.count)

@@ -3,23 +3,18 @@
 import common
 import dask
 import dask.array as da
-from distributed import Client
 
 if __name__ == "__main__":
-    options = common.parse()
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start()
     shape = options.pick(gpu=(1_000_000, 20_000), cpu=(8_000, 2_000))
     chunks = options.pick(gpu=(20_000, 5_000), cpu=(2_000, 500))
-    random = da.random.RandomState(RandomState=options.xp.random.RandomState)
 
     def prepare():
-        x = random.randint(0, 3, size=shape, chunks=chunks, dtype="uint8").persist()
-        options.finish(client, x)
-        return x
+        numbers = options.random.randint(0, 3, size=shape, chunks=chunks, dtype="uint8")
+        return options.persist(numbers)
 
     def run(x):
-        u, s, v = da.linalg.svd_compressed(x, k=10, seed=random)
+        u, s, v = da.linalg.svd_compressed(x, k=10, seed=options.random)
         return u.shape, *dask.compute(s, v)
 
     def check(result):

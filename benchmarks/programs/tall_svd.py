@@ -1,26 +1,17 @@
 """`da.linalg.svd(x)` of a tall matrix with few columns."""
 
 import common
-import dask
 import dask.array as da
-from distributed import Client
 
 if __name__ == "__main__":
-    options = common.parse()
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start()
     rows, columns, chunk = options.pick(gpu=(8_000_000, 100, 400_000), cpu=(200_000, 20, 25_000))
-    random = da.random.RandomState(RandomState=options.xp.random.RandomState)
 
     def prepare():
-        x = random.random_sample((rows, columns), chunks=(chunk, columns)).persist()
-        options.finish(client, x)
-        return x
+        return options.persist(options.random.random_sample((rows, columns), (chunk, columns)))
 
     def run(x):
-        u, s, v = dask.persist(*da.linalg.svd(x))
-        options.finish(client, u, s, v)
-        return x, u, s, v
+        return x, *options.persist(*da.linalg.svd(x))
 
     def check(result):
         x, u, s, v = result

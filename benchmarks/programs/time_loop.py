@@ -1,8 +1,6 @@
 """Ten time steps of heat on a plate: a five-point stencil, each step persisted."""
 
 import common
-import dask.array as da
-from distributed import Client
 
 
 def step(block):
@@ -13,22 +11,17 @@ def step(block):
 
 
 if __name__ == "__main__":
-    options = common.parse()
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start()
     side, chunk = options.pick(gpu=(20_000, 5_000), cpu=(1_500, 500))
-    random = da.random.RandomState(RandomState=options.xp.random.RandomState)
 
     def prepare():
-        x = random.random_sample((side, side), chunks=chunk).persist()
-        options.finish(client, x)
-        return x
+        return options.persist(options.random.random_sample((side, side), chunks=chunk))
 
     def run(x):
         heat = x
         for _ in range(10):
             heat = heat.map_overlap(step, depth=1, boundary="periodic").persist()
-        options.finish(client, heat)
+        options.finish(heat)
         return x, heat
 
     def check(result):

@@ -4,25 +4,16 @@ The matrix is new each time: of the same one, workers still have what they fetch
 """
 
 import common
-import dask.array as da
-from distributed import Client
 
 if __name__ == "__main__":
-    options = common.parse()
-    client = Client()
-    client.wait_for_workers(options.workers)
+    options = common.start()
     side, chunk = options.pick(gpu=(50_000, 5_000), cpu=(3_000, 500))
-    random = da.random.RandomState(RandomState=options.xp.random.RandomState)
 
     def prepare():
-        x = random.random_sample((side, side), chunks=chunk).persist()
-        options.finish(client, x)
-        return x
+        return options.persist(options.random.random_sample((side, side), chunks=chunk))
 
     def run(x):
-        y = (x + x.T).persist()
-        options.finish(client, y)
-        return x, y
+        return x, options.persist(x + x.T)
 
     def check(result):
         x, y = result

@@ -34,7 +34,8 @@ for name in "$@"; do
     tests) step tests "$python" -m pytest -p no:cacheprovider tests/gpu --timeout 180 --durations 10 ;;
     bench) step bench "$python" -m hpcdask.bench all \
         --json "$folder/bench.json" --report "$folder/report.html" ;;
-    startup) step startup peers startup,transfer,transpose,tasks --rounds 3 ;;
+    startup) step startup peers startup,transfer,programs --rounds 3 \
+        --programs transpose_sum.py --programs map_gather.py ;;
     workloads) step workloads peers array,svd,packed,scaling --rounds 2 ;;
     *)
         echo "gpu.sh: no step is called $name" >&2
