@@ -18,6 +18,7 @@ from typing import Any
 
 import distributed
 import numpy as np
+import psutil
 
 from hpcdask.errors import ClusterError, UsageError, installing
 from hpcdask.gpu.devices import NONE_VISIBLE, visible_gpus
@@ -44,6 +45,21 @@ class Worker:
     def transport_from(self, sender: Worker) -> str:
         """Return what this worker fetches data from another one over: ``tls``, ``tcp``, ``ucx``."""
         return self.peers.get(sender.address, self.address.partition("://")[0])
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Cores of the workers at a time: seconds that all processes, and the cluster's, used them."""
+
+    time: float
+    number: int
+    busy: float
+    own: float
+
+    def others_since(self, before: Cores) -> float:
+        """Return the part that other processes used since then."""
+        used = self.busy - before.busy - (self.own - before.own)
+        return max(0.0, used / (self.time - before.time) / self.number)
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,20 @@ class Cluster:
         """Start a Dask task on one worker, and return its future."""
         address = self.workers[number].address
         return self.client.submit(function, *arguments, workers=[address], pure=False)
+
+    def cores(self) -> Cores:
+        """Return the use of all hosts' cores by the cluster and others, so far."""
+        of_workers = self.client.run(use_of_cores).values()
+        ends = self.client.run_on_scheduler(use_of_cores), use_of_cores()
+        busy = {(one["host"], n): used for one in of_workers for n, used in one["busy"].items()}
+        hosts = {host for host, _ in busy}
+        own = {
+            (one["host"], pid): used
+            for one in (*of_workers, *ends)
+            for pid, used in one["own"].items()
+            if one["host"] in hosts
+        }
+        return Cores(time.monotonic(), len(busy), sum(busy.values()), sum(own.values()))
 
     def describe(self) -> dict[str, Any]:
         """Return on what, with what and when something is measured now."""
@@ -151,6 +181,20 @@ def probe(dask_worker: Any) -> dict[str, Any]:
     except Exception as exc:  # the CUDA errors are CuPy's own classes
         why = f"{type(exc).__name__}: {exc}"
     return found | {"cuda": False, "why": why}
+
+
+def use_of_cores() -> dict[str, Any]:
+    """Return seconds of this process's cores, of it and those above it; runs on workers, too."""
+    this, own = psutil.Process(), {}
+    for process in [this, *this.parents()]:  # such as the nanny
+        with contextlib.suppress(psutil.Error):
+            own[process.pid] = sum(process.cpu_times()[:2])
+    busy = {
+        core: sum(times[:3]) + sum(times[5:8])  # all but idle, iowait and guests
+        for core, times in enumerate(psutil.cpu_times(percpu=True))
+        if core in this.cpu_affinity()
+    }
+    return {"host": platform.node(), "own": own, "busy": busy}
 
 
 def choose_device(found: Mapping[str, Mapping[str, Any]], wanted: str) -> Device:

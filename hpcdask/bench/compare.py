@@ -12,12 +12,29 @@ from typing import Any, NamedTuple
 from dask.utils import format_bytes
 from rich.table import Table
 
-from hpcdask.bench.measurement import VERSION, Measurement, console
+from hpcdask.bench.measurement import BUSY, VERSION, Measurement, console
 from hpcdask.errors import UsageError
 
-#: Times may be so many times the others without being called slower: of workloads; of transfers,
-#: and where one side has a single time; of 8 bytes, whose time is that of event loops.
-TOLERANCE, LOOSE, OF_LATENCY = 1.1, 1.2, 1.5
+#: Ratio from which on a time is another one, and that of transfers and of single times.
+TOLERANCE, LOOSE = 1.15, 1.2
+UNCLEAR = (
+    "unclear: the times scatter as much as they differ, or other processes used more than "
+    f"{BUSY:.0%} of the workers' cores. Measure again with more --repeats, or append several "
+    "runs to each file, before and after in turn"
+)
+
+
+class Part(NamedTuple):
+    """Part of a workload, and the ratio and the seconds from which on its time is another one."""
+
+    name: str
+    tolerance: float = TOLERANCE
+    least_s: float = 0.0
+
+
+WHOLE = Part("")
+#: The time of 8 bytes is that of event loops.
+LATENCY = Part("8 bytes", 1.5, 0.5e-3)
 
 
 class Change(NamedTuple):
@@ -58,19 +75,17 @@ def compare(before: Sequence[Measurement], after: Sequence[Measurement]) -> list
     """Compare two runs, workload by workload, in the order of the first.
 
     All times of equal workloads count, so a file may hold several runs. Parts of a workload are
-    told if they got slower or faster. If nothing is in both, that is a UsageError.
+    told unless they are the same. If nothing is in both, that is a UsageError.
     """
     keys = dict.fromkeys(one.key for one in [*before, *after])
-    sides = {
-        key: [[one for one in run if one.key == key] for run in (before, after)] for key in keys
-    }
-    if not any(old and new for old, new in sides.values()):
+    sides = [[[one for one in run if one.key == key] for run in (before, after)] for key in keys]
+    if not any(old and new for old, new in sides):
         names = (", ".join(map(_name, run)) for run in (before, after))
         raise UsageError(
             "the two runs have no workload in common: before there are {}; after, {}. Sizes, forms "
             "and devices have to be the same".format(*names)
         )
-    return [change for old, new in sides.values() for change in _changes(old, new)]
+    return [change for old, new in sides for change in _changes(old, new)]
 
 
 def _name(one: Measurement) -> str:
@@ -86,42 +101,56 @@ def _name(one: Measurement) -> str:
 
 
 def _changes(old: list[Measurement], new: list[Measurement]) -> Iterator[Change]:
-    """Yield the change of a workload, and those of its parts that are slower or faster."""
-    name, (before, after) = _name((old or new)[0]), (_times(old), _times(new))
-    for part, tolerance in before | after:
-        was, now = (side.get((part, tolerance), []) for side in (before, after))
-        verdict = _verdict(was, now, tolerance)
-        if not part:
+    """Yield the change of a workload, and those of its parts that are not the same."""
+    name, before, after = _name((old or new)[0]), _times(old), _times(new)
+    busy = any(side and min(one.others for one in side) > BUSY for side in (old, new))
+    for part in before | after:
+        was, now = before.get(part, []), after.get(part, [])
+        verdict = _verdict(part, was, now)
+        if busy and verdict in ("slower", "faster"):
+            verdict = "unclear"
+        if part == WHOLE:
             wrong = any(one.failed for one in new)
             yield Change(name, was, now, "wrong" if wrong else verdict)
-        elif verdict in ("slower", "faster"):
-            yield Change(f"{name.partition(',')[0]}: {part}", was, now, verdict)
+        elif verdict in ("slower", "faster", "unclear"):
+            yield Change(f"{name.partition(',')[0]}: {part.name}", was, now, verdict)
 
 
-def _times(group: Sequence[Measurement]) -> dict[tuple[str, float], list[float]]:
-    """Return all seconds of equal measurements, by part ("" is the whole) and tolerance."""
-    found: dict[tuple[str, float], list[float]] = {}
-    for one in group:
-        exchange = one.exchange
-        found.setdefault(("", LOOSE if exchange else TOLERANCE), []).extend(one.seconds)
-        if exchange:
-            found.setdefault(("8 bytes", OF_LATENCY), []).extend(exchange.latencies())
-            for pair in exchange.pairs:
-                name = f"{exchange.names[pair.sender]} -> {exchange.names[pair.receiver]}"
-                found.setdefault((name, LOOSE), []).extend(pair.seconds)
+def _times(group: Sequence[Measurement]) -> dict[Part, list[float]]:
+    """Return all seconds of equal measurements, but those of busy workers if there are others."""
+    found: dict[Part, list[float]] = {}
+    for one in [one for one in group if one.others <= BUSY] or group:
+        found.setdefault(WHOLE, []).extend(one.seconds)
+        if one.exchange:
+            found.setdefault(LATENCY, []).extend(one.exchange.latencies())
+            for pair in one.exchange.pairs:
+                ends = (one.exchange.names[end] for end in (pair.sender, pair.receiver))
+                found.setdefault(Part(" -> ".join(ends), LOOSE), []).extend(pair.seconds)
     return found
 
 
-def _verdict(before: Sequence[float], after: Sequence[float], tolerance: float) -> str:
-    """Judge by the fastest run and the median: the slowest may be somebody else's doing."""
+def _verdict(part: Part, before: Sequence[float], after: Sequence[float]) -> str:
+    """Judge by the best times and the medians: the worst may be somebody else's doing.
+
+    A change is unclear within twice the standard error, estimated by the better half of each side.
+    """
     if not before or not after:
         return "only before" if before else "only after"
-    if min(len(before), len(after)) == 1:
-        tolerance = max(tolerance, LOOSE)
     ratios = [of(after) / of(before) for of in (min, statistics.median)]
-    if min(ratios) > tolerance:
-        return "slower"
-    return "faster" if max(ratios) < 1 / tolerance else "same"
+
+    def judge(bound: float) -> str:
+        if min(ratios) > bound:
+            return "slower"
+        return "faster" if max(ratios) < 1 / bound else "same"
+
+    errors = (
+        (statistics.median(side) / min(side) - 1) / math.sqrt(len(side)) for side in (before, after)
+    )
+    single = min(len(before), len(after)) == 1
+    verdict = judge(max(part.tolerance, LOOSE) if single else part.tolerance)
+    if abs(min(after) - min(before)) < part.least_s:
+        return "same"
+    return verdict if verdict in ("same", judge(1 + 2 * sum(errors))) else "unclear"
 
 
 def _text(seconds: Sequence[float]) -> str:
@@ -147,6 +176,8 @@ def compare_files(before: str | Path, after: str | Path) -> int:
         ratio = f"{now / was:.3f}" if all(sides) else "-"  # above 1 is slower
         made.add_row(name, *map(_text, sides), ratio, verdict)
     out.print(made)
+    if any(one.verdict == "unclear" for one in changes):
+        out.print(UNCLEAR)
     versions = [
         f"{name} {was or 'none'} -> {now or 'none'}"
         for name, was, now in _pairs(*(run[-1].versions for run in (old, new)))

@@ -42,7 +42,7 @@ MAX_LINES, MAX_COLUMNS = 10, 16
 SLOW = 0.5
 
 Pairs = list[tuple[int, int]]
-#: GB/s of pairs (sender, receiver).
+#: GB/s, or seconds, of pairs (sender, receiver).
 Rates = Mapping[tuple[int, int], float]
 
 
@@ -63,7 +63,16 @@ def run_exchange(
         + (f"; {left_out:,} pairs of workers are left out" if left_out else "")
     )
     blocks = Blocks(cluster, nbytes // ITEM_NBYTES)
-    pairs = tuple(pair for step in groups for pair in blocks.measure(step, repeats))
+    # pairs take turns, so that what disturbs for a moment disturbs one repeat of many
+    large = [blocks.measure(groups, blocks.n_items) for _ in range(1 + repeats)][1:]
+    small = [blocks.measure(groups, 1) for _ in range(repeats)]
+    pairs = tuple(
+        Pair(
+            *(i, j, cluster.workers[j].transport_from(cluster.workers[i])),
+            *(tuple(seconds[i, j] for seconds in rounds) for rounds in (large, small)),
+        )
+        for i, j in everyone
+    )
     share = BLOCKS_FRACTION * cluster.memory_nbytes / n / (2 * n)
     n_items = max(1, int(min(nbytes, share)) // ITEM_NBYTES)
     every = [blocks.move(everyone, n_items) for _ in range(1 + repeats)][1:]
@@ -152,19 +161,15 @@ class Blocks:
         self.n_wrong += sum(one.n_wrong for one in received.values())
         return received
 
-    def measure(self, pairs: Pairs, repeats: int) -> list[Pair]:
-        """Measure pairs at once: blocks, after one that does not count; then 8 bytes."""
-        large = [self.move(pairs, self.n_items) for _ in range(1 + repeats)][1:]
-        small = [self.move(pairs, 1) for _ in range(repeats)]
-        workers, found = self.cluster.workers, []
-        for i, j in pairs:
-            # the lines of many pairs are long: four digits are significant
-            block, latency = (
-                tuple(float(f"{received[j].seconds:.4g}") for received in rounds)
-                for rounds in (large, small)
-            )
-            found.append(Pair(i, j, workers[j].transport_from(workers[i]), block, latency))
-        return found
+    def measure(self, groups: list[Pairs], n_items: int) -> Rates:
+        """Return the seconds of a block between each of the pairs, step by step."""
+        steps = ((pairs, self.move(pairs, n_items)) for pairs in groups)
+        # the lines of many pairs are long: four digits are significant
+        return {
+            (i, j): float(f"{received[j].seconds:.4g}")
+            for pairs, received in steps
+            for i, j in pairs
+        }
 
 
 # --- on a worker ----------------------------------------------------------------------------------
