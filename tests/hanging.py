@@ -15,7 +15,7 @@ import pytest
 from distributed import Client
 
 import hpcdask
-from clock import PATIENCE, clock
+from clock import PATIENCE
 from hpcdask.stacks.diagnose import diagnose
 from hpcdask.stacks.look import Report, find, look
 from hpcdask.stacks.show import lines
@@ -106,4 +106,4 @@ def hanging_run(launcher: Launcher, size: int, *options: str, device: str) -> It
         hanging.client.close(timeout=5)
         run.signal(signal.SIGTERM)
         run.end(60)
-        site.check_nothing_left(clock())
+        site.check_nothing_left()

@@ -89,9 +89,9 @@ def wait_for(
     return value
 
 
-def what_stays(left: Callable[[], T], within: float, since: float | None = None) -> T:
+def what_stays(left: Callable[[], T], within: float) -> T:
     """Call `left` until it returns nothing, for `within` seconds of `clock`; return what it did."""
-    deadline = (clock() if since is None else since) + within
+    deadline = clock() + within
     while (found := left()) and clock() < deadline:
         time.sleep(0.02)
     return found
@@ -208,7 +208,6 @@ class Result:
     code: int  # negative: the signal that ended it
     out: str
     err: str
-    seconds: float  # by `clock`
 
 
 class Launcher:
@@ -260,7 +259,6 @@ class Launcher:
         """
         kwargs.setdefault("stdin", subprocess.DEVNULL if stdin is None else subprocess.PIPE)
         timeout *= PATIENCE
-        start = clock()
         process = self.popen(n, *args, env=env, **kwargs)
         try:
             out, err = process.communicate(stdin, timeout=timeout)
@@ -281,7 +279,7 @@ class Launcher:
         except BaseException:
             end(leftovers(self.marker))
             raise
-        return Result(process.returncode, out or "", err or "", clock() - start)
+        return Result(process.returncode, out or "", err or "")
 
     def leftovers(self) -> list[psutil.Process]:
         """Return the processes of this launcher's runs that still live."""

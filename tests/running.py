@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import shutil
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import psutil
 import pytest
@@ -32,6 +33,8 @@ from launching import (
 
 T = TypeVar("T")
 PROGRAMS = Path(__file__).parent / "mpi" / "programs"
+#: How distributed tells that a machine is busy.
+BUSY = ("distributed.core - INFO - Event loop was unresponsive", "distributed.gc - ")
 #: What the launchers tell each rank about itself.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 TAKE_TERMINAL = """
@@ -47,6 +50,11 @@ def no_launcher() -> Launcher:
     return Launcher("no launcher", shell, clean_environment())
 
 
+def under(*launchers: str) -> pytest.MarkDecorator:
+    """Run a test of tests/mpi under these launchers in turn."""
+    return pytest.mark.parametrize("site", launchers, indirect=True)
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a run ended.
@@ -57,30 +65,33 @@ class Ended:
         The launcher's exit code; negative: the signal that ended it.
     out, err
         What came out until the last process closed it.
-    at
-        The `clock` when the launcher was gone and its output closed.
-    program_end
-        The clock when the program wrote its stamp; None if it wrote none.
+    after_program_s
+        By the `clock`, from the program's stamp to the launcher's end; None if there was no stamp.
     """
 
     code: int
     out: str
     err: str
-    at: float
-    program_end: float | None
+    after_program_s: float | None
 
     def __str__(self) -> str:
         return f"code {self.code}\n--- stdout\n{self.out[-4000:]}\n--- stderr\n{self.err[-8000:]}"
 
     @property
     def foreign_lines(self) -> list[str]:
-        """Lines on stderr that are not the runner's own."""
-        return [line for line in self.err.splitlines() if not line.startswith("hpcdask: ")]
+        """Lines on stderr that are not the runner's own, nor distributed's on a busy machine."""
+        own = ("hpcdask: ", *BUSY)
+        return [line for line in self.err.splitlines() if not line.startswith(own)]
 
     @property
     def errors(self) -> list[str]:
         """The runner's lines on stderr that tell of an error."""
         return [line for line in self.err.splitlines() if line.startswith("hpcdask: error: ")]
+
+    def told(self, start: str) -> Any:
+        """Return what the program showed in the only line with this start: see common.py."""
+        (line,) = [line for line in self.out.splitlines() if line.startswith(f"{start} ")]
+        return json.loads(line.removeprefix(start))
 
 
 class Running:
@@ -140,11 +151,9 @@ class Running:
     def _output(self) -> str:
         return "\n".join(f"--- std{name}\n{''.join(part)}" for name, part in self.lines.items())
 
-    def signal(self, number: int) -> float:
-        """Send a signal to the launcher (without one: to the runner); return the `clock`."""
-        now = clock()
+    def signal(self, number: int) -> None:
+        """Send a signal to the launcher (without one: to the runner)."""
         self.process.send_signal(number)
-        return now
 
     def type(self, text: str) -> None:
         """Write to the run's standard input."""
@@ -162,8 +171,11 @@ class Running:
                     found[rank] = pid
         return found
 
-    def end(self, timeout: float = 20) -> Ended:
-        """Wait for the launcher's end, and for the last process to close its output."""
+    def end(self, timeout: float = 20, code: int | None = None) -> Ended:
+        """Wait for the launcher's end, and for the last process to close its output.
+
+        Fail unless the exit code is `code`, where it is given.
+        """
         timeout *= PATIENCE
         deadline = time.monotonic() + timeout
         try:
@@ -174,14 +186,15 @@ class Running:
             reader.join(max(0.1, deadline - time.monotonic()))
             if reader.is_alive():
                 self._give_up("the launcher is gone, but a process holds its output")
-        stamp = self.site.folder / "ended"
-        return Ended(
+        stamp, now = self.site.folder / "ended", clock()
+        ended = Ended(
             self.process.returncode,
             "".join(self.lines["out"]),
             "".join(self.lines["err"]),
-            clock(),
-            float(stamp.read_text()) if stamp.exists() else None,
+            now - float(stamp.read_text()) if stamp.exists() else None,
         )
+        assert code in (None, ended.code), str(ended)
+        return ended
 
     def _give_up(self, why: str) -> None:
         running = describe(self.site.processes())
@@ -213,53 +226,69 @@ class Site:
             run.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def popen(
+        self,
+        *command: str | os.PathLike[str],
+        n: int = 1,
+        env: Mapping[str, str] | None = None,
+        **kwargs,
+    ) -> Running:
+        """Start a command on `n` ranks, in this folder."""
+        options = {"cwd": self.folder, **kwargs}
+        process = self.launcher.popen(n, *command, env={**self.env, **(env or {})}, **options)
+        self.runs.append(Running(self, process))
+        return self.runs[-1]
+
     def start(
         self,
         *arguments: str | os.PathLike[str],
         n: int = 2,
-        env: Mapping[str, str] | None = None,
+        program: str = "",
         device: str = "cpu",
-        find: bool = True,
         terminal: bool = False,
         runner: Sequence[str] = ("python", "-m", "hpcdask.run"),
         **kwargs,
     ) -> Running:
         """Start `python -m hpcdask.run --device cpu ARGUMENTS` on `n` ranks, in this folder.
 
-        With `find`, a program `NAME.py` is the one among the tests' programs. With `terminal` the
-        run has a terminal of its own as standard input, to which `Running.type` types.
+        An argument ``NAME.py`` that is not in the folder is one of the tests' programs. `program`
+        is the text of another one, which comes last. With `terminal` the run has a terminal of its
+        own as standard input, to which `Running.type` types.
         """
         command = [*runner, "--device", device]
-        command += [str(PROGRAMS / a if find and str(a).endswith(".py") else a) for a in arguments]
-        options = {"cwd": self.folder, **kwargs}
-        if terminal:
-            ours, theirs = pty.openpty()
-            options["stdin"] = theirs
-            command = ["python", "-c", TAKE_TERMINAL, *command]
-        process = self.launcher.popen(n, *command, env={**self.env, **(env or {})}, **options)
-        if terminal:
-            os.close(theirs)
-            process.stdin = os.fdopen(ours, "w")
-        self.runs.append(Running(self, process))
-        return self.runs[-1]
+        for argument in arguments:
+            known = PROGRAMS / argument
+            given = (self.folder / argument).exists() or not known.is_file()
+            command.append(str(argument if given else known))
+        if program:
+            (self.folder / "program.py").write_text(program)
+            command.append("program.py")
+        if not terminal:
+            return self.popen(*command, n=n, **kwargs)
+        ours, theirs = pty.openpty()
+        run = self.popen("python", "-c", TAKE_TERMINAL, *command, n=n, stdin=theirs, **kwargs)
+        os.close(theirs)
+        run.process.stdin = os.fdopen(ours, "w")
+        return run
 
-    def run(self, *arguments: str | os.PathLike[str], timeout: float = 90, **kwargs) -> Ended:
-        """Start a run and wait for its end."""
-        return self.start(*arguments, **kwargs).end(timeout)
+    def run(
+        self, *arguments: str | os.PathLike[str], timeout: float = 90, code: int = 0, **kwargs
+    ) -> Ended:
+        """Start a run and wait for its end, which must have this exit code."""
+        return self.start(*arguments, **kwargs).end(timeout, code)
 
     def processes(self) -> list[psutil.Process]:
         """Living processes of this site's runs."""
         return self.launcher.leftovers()
 
-    def check_nothing_left(self, since: float | None, within: float = 3.0) -> None:
-        """Fail unless all is gone `within` seconds after the `clock` showed `since`."""
-        assert since is not None, "the program left no time stamp"
+    def check_nothing_left(self, within: float = 10) -> None:
+        """Fail unless all is gone within so many seconds of the `clock`."""
 
         def remaining() -> str:
             parts = [describe(self.processes()), *self.files()]
             return "\n".join(part for part in parts if part)
 
-        if left := what_stays(remaining, within, since):
+        if left := what_stays(remaining, within):
             pytest.fail(f"{within:g} s after the end there are still\n{left}")
 
     def files(self) -> list[str]:

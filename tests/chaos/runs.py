@@ -123,7 +123,7 @@ class Run:
         arguments += [str(PROGRAMS / "exchange.py"), str(self._wanted), kind]
         env = {"CHAOS_WORKERS": str(self._workers)}
         n = self.options["n"]
-        return self.site.start(*arguments, n=n, env=env, device=self.device, find=False)
+        return self.site.start(*arguments, n=n, env=env, device=self.device)
 
     def printed(self) -> list[str]:
         """Lines of standard output."""
@@ -274,4 +274,4 @@ class Run:
     def _sweep(self) -> None:
         (self.site.folder / "nothing.py").write_text("")
         n = self.options["n"]
-        self.site.start(*self._file, "nothing.py", n=n, find=False).process.wait(120)
+        self.site.start(*self._file, "nothing.py", n=n).process.wait(120)

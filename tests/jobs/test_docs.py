@@ -14,8 +14,8 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import dask
 import pytest
@@ -34,9 +34,8 @@ SHELLS = ("bash", "sh")
 NOT_RUN = {"docs/submit.md": "needs a queue; the tests of hpcdask submit run such lines"}
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a page."""
+class Block(NamedTuple):
+    """A fenced block of a page, and why it does not run, if that is said."""
 
     page: str
     line: int
@@ -44,17 +43,12 @@ class Block:
     text: str
     why: str | None
 
-    @property
-    def runs(self) -> bool:
-        """Whether nothing is said against it."""
-        return self.why is None
-
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
 
 
 def blocks() -> Iterator[Block]:
-    """All of all pages."""
+    """Yield those of all pages."""
     for path in PAGES:
         page, text = str(path.relative_to(ROOT)), path.read_text()
         for found in BLOCK.finditer(text):
@@ -73,7 +67,7 @@ FIRST_PAGE = "docs/getting-started.md"
 
 def test_every_block_runs_or_says_why_not():
     for block in PYTHON + SHELL:
-        assert block.runs or re.fullmatch(r"(not run|from): \S.*", block.why or ""), block
+        assert block.why is None or re.fullmatch(r"(not run|from): \S.*", block.why), block
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +83,7 @@ def folder(tmp_path_factory):
         yield folder
 
 
-@pytest.mark.parametrize("block", [block for block in PYTHON if block.runs], ids=str)
+@pytest.mark.parametrize("block", [block for block in PYTHON if block.why is None], ids=str)
 def test_python(folder, monkeypatch, block):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(folder))
@@ -104,7 +98,7 @@ def test_python(folder, monkeypatch, block):
         names["client"].close()
 
 
-@pytest.mark.parametrize("block", [block for block in PYTHON if not block.runs], ids=str)
+@pytest.mark.parametrize("block", [block for block in PYTHON if block.why], ids=str)
 def test_python_that_does_not_run_is_python(block):
     tree = ast.parse(block.text)
     if block.why.startswith("from: "):
@@ -146,7 +140,7 @@ def test_getting_started_line_by_line(new_user):
     home, env = new_user
     ran = ""
     for block in SHELL:
-        if block.page == FIRST_PAGE and block.runs:
+        if block.page == FIRST_PAGE and block.why is None:
             ran += _run(block, home, env)
     assert ran.count("mean 10.0") == 2  # by hand, and with mpirun
     assert ran.count("2 workers on 1 node") >= 1  # with mpirun -n 2
@@ -156,7 +150,7 @@ def test_getting_started_line_by_line(new_user):
     assert not (home / ".hpcdask").exists() or not list((home / ".hpcdask").glob("*/keys"))
 
 
-OTHERS = [block for block in SHELL if block.runs and block.page != FIRST_PAGE]
+OTHERS = [block for block in SHELL if block.why is None and block.page != FIRST_PAGE]
 
 
 def test_shell_of_other_pages(new_user):

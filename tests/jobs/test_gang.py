@@ -140,31 +140,23 @@ def cluster(started: tuple, client: Client) -> hpcdask.LocalCUDAJobCluster:
 
 
 def nothing_left(client: Client) -> None:
-    def left(dask_scheduler) -> list:
+    def gangs(dask_scheduler) -> list:
         found = [key for key in dask_scheduler.tasks if "gang" in str(key)]
         return found + gang_scheduler.describe(dask_scheduler)
 
-    def of_worker(dask_worker) -> tuple:
-        listens = [one for one in psutil.Process().net_connections() if one.status == "LISTEN"]
-        variables = [name for name in os.environ if name in ("RANK", "MASTER_PORT")]
-        return len(listens), variables, len(dask_worker.state.executing)
+    def is_busy(dask_worker) -> bool:
+        return bool({"RANK", "MASTER_PORT"} & {*os.environ} or dask_worker.state.executing)
 
-    wait_for(lambda: not client.run_on_scheduler(left), LONG_S, "the gangs to be gone")
+    def listening() -> int:
+        return sum(one.status == "LISTEN" for one in psutil.Process().net_connections())
+
+    wait_for(lambda: not client.run_on_scheduler(gangs), LONG_S, "the gangs to be gone")
     client.wait_for_workers(SIZE, timeout=180)
     numbers = client.map(lambda number: number + 1, range(10), pure=False)
     assert client.gather(numbers) == list(range(1, 11))
     del numbers
-    wait_for(
-        lambda: {found[1:] for found in map(tidy, client.run(of_worker).values())} == {((), 0)},
-        LONG_S,
-        "the workers to be free",
-    )
-    assert len({found[0] for found in client.run(of_worker).values()}) == 1
-
-
-def tidy(found: tuple) -> tuple:
-    listens, variables, running = found
-    return listens, tuple(variables), running
+    wait_for(lambda: not any(client.run(is_busy).values()), LONG_S, "the workers to be free")
+    assert len(set(client.run(listening).values())) == 1
 
 
 def wait_until_runs(folder: Path, count: int) -> None:
@@ -196,10 +188,14 @@ def test_what_a_rank_is_told(client: Client):
         pass
 
 
-def test_ranks_are_in_the_order_of_the_workers_names(client: Client):
-    found = hpcdask.gang(lambda context: os.getpid(), client=client)
+def test_ranks_are_in_the_order_of_the_workers_names_also_of_part_of_a_node(client: Client):
     names = client.run(lambda dask_worker: (str(dask_worker.name), os.getpid()))
-    assert found == [pid for _, pid in sorted(names.values())]
+    pids = [pid for _, pid in sorted(names.values())]
+    assert hpcdask.gang(lambda context: os.getpid(), client=client) == pids
+    found = hpcdask.gang(describe, client=client, size=2)
+    told = [(one.rank, one.local_rank, one.local_world_size) for one, *_ in found]
+    assert told == [(0, 0, 2), (1, 1, 2)]
+    assert [variables["LOCAL_WORLD_SIZE"] for _, variables, *_ in found] == ["2", "2"]
 
 
 def test_a_rank_goes_where_its_data_are(client: Client):
@@ -211,13 +207,6 @@ def test_a_rank_goes_where_its_data_are(client: Client):
     assert [pid for *_, pid in found] == [pids[one] for one in order]
     assert all(item.sum() == shared["all"].sum() == 10 for _, _, item, shared, _ in found)
     assert {len(holders) for holders in client.who_has(parts[1:]).values()} == {1}
-
-
-def test_part_of_a_node(client: Client):
-    found = hpcdask.gang(describe, client=client, size=2)
-    told = [(one.rank, one.local_rank, one.local_world_size) for one, *_ in found]
-    assert told == [(0, 0, 2), (1, 1, 2)]
-    assert [variables["LOCAL_WORLD_SIZE"] for _, variables, *_ in found] == ["2", "2"]
 
 
 def test_a_function_that_workers_cannot_import(client: Client, monkeypatch):
@@ -306,9 +295,8 @@ def test_workers_of_several_threads(tmp_path: Path):
 @pytest.mark.long
 def test_asynchronous(started: tuple, client: Client):
     async def run() -> None:
-        async with Client(
-            started[0].scheduler_address, security=started[0].security, asynchronous=True
-        ) as own:
+        address, security = started[0].scheduler_address, started[0].security
+        async with Client(address, security=security, asynchronous=True) as own:
             several = [hpcdask.gang(act, ["fine"] * n, client=own) for n in (1, 2, 3)]
             assert await asyncio.gather(*several) == [[0], [0, 1], [0, 1, 2]]
             with pytest.raises(GangError, match="rank 1 of 2"):

@@ -10,25 +10,13 @@ from pathlib import Path
 import pytest
 
 from clock import stretched
-from launching import (
-    needs,
-    openmpi_launcher,
-    wait_for,
-)
-from running import Ended, Site
+from launching import needs, openmpi_launcher, wait_for
+from running import Ended, Site, under
 
 pytestmark = pytest.mark.mpi
-
-
 FAKES = Path(__file__).parents[1] / "fakes"
-
-
 HOST = socket.gethostname()
-
-
 RUN = ("python", "-m", "hpcdask.run")
-
-
 PROGRAM = """
 import os, sys
 from distributed import Client
@@ -36,21 +24,13 @@ print("started", flush=True)
 with Client() as client:
     print(len(client.nthreads()), client.submit(sum, [1, 2]).result())
 """
-
-
 #: Two hosts, in name, of MPICH's launcher.
 TWO_HOSTS = ["-launcher", "fork", "-hosts", "a,b", "-ppn", "1"]
 
 
-def under(*launchers: str):
-    """Run the test under these launchers."""
-    return pytest.mark.parametrize("site", launchers, indirect=True)
-
-
 @pytest.fixture
 def site(site: Site) -> Site:
-    """A site with a program, where what HIDDEN lists cannot be imported."""
-    (site.folder / "program.py").write_text(PROGRAM)
+    """A site where what HIDDEN lists cannot be imported."""
     hidden = site.folder / "modules"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text(
@@ -72,19 +52,18 @@ def gpus(count: int, **more: str) -> dict[str, str]:
     return {"FAKE_NVML": json.dumps([{"uuid": f"GPU-{i:08x}"} for i in range(count)]), **more}
 
 
-def check_refused(site: Site, ended: Ended, *words: str, nodes: int = 1) -> None:
+def check_refused(site: Site, *options, words: list[str], nodes: int = 1, **kwargs) -> None:
     """One line (of each node) with all words, exit code 2, no traceback, no program's output."""
-    assert ended.code == 2, str(ended)
+    ended = site.run(*options, **{"program": PROGRAM, "code": 2, **kwargs})
     assert len(ended.errors) == nodes, str(ended)
     missing = [word for word in words if word not in ended.errors[0]]
     assert not missing, f"{missing} not in: {ended.errors[0]}"
     assert "Traceback" not in ended.err, str(ended)
     assert not ended.out, str(ended)
-    site.check_nothing_left(ended.at)
+    site.check_nothing_left()
 
 
 def check_works(ended: Ended, *words: str) -> None:
-    assert ended.code == 0, str(ended)
     assert ended.out.split() == ["started", *words], str(ended)
     assert not ended.errors, str(ended)
     assert "Traceback" not in ended.err, str(ended)
@@ -128,18 +107,17 @@ REFUSED = [
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_it_is_told_in_one_line(site: Site, device: str, options, env, words):
-    program = [] if options and options[-1].endswith((".py", ".module")) else ["program.py"]
+    program = "" if options and options[-1].endswith((".py", ".module")) else PROGRAM
     if "FAKE_NVML" in env:
         env = {**env, "PYTHONPATH": with_modules(site.folder / "modules", FAKES)}
-    ended = site.run(*options, *program, device=device, env=env, find=False)
-    check_refused(site, ended, *words)
+    check_refused(site, *options, words=words, program=program, device=device, env=env)
 
 
 def test_what_only_one_rank_lacks(site: Site):
-    lacking = ["--local-directory", "/proc/nowhere"]
-    apart = ["-n", "1", *RUN, "--device", "cpu", *lacking, "program.py"]
-    ended = site.run("program.py", ":", *apart, n=1, find=False)
-    check_refused(site, ended, "--local-directory", "rank 1", HOST, "can write")
+    (site.folder / "lacking.py").write_text(PROGRAM)
+    lacking = [*RUN, "--device", "cpu", "--local-directory", "/proc/nowhere", "lacking.py"]
+    words = ["--local-directory", "rank 1", HOST, "can write"]
+    check_refused(site, "lacking.py", ":", "-n", "1", *lacking, program="", n=1, words=words)
 
 
 def test_the_scheduler_file_of_a_living_cluster(site: Site):
@@ -147,15 +125,18 @@ def test_the_scheduler_file_of_a_living_cluster(site: Site):
     with socket.create_server(("127.0.0.1", 0)) as scheduler:
         address = f"tls://127.0.0.1:{scheduler.getsockname()[1]}"
         file.write_text(content(address))
-        ended = site.run("--scheduler-file", file, "program.py", find=False)
-    check_refused(site, ended, str(file), address, "still answers")
+        words = [str(file), address, "still answers"]
+        check_refused(site, "--scheduler-file", file, words=words)
     assert file.read_text() == content(address)
+
+
+def content(address: str) -> str:
+    return json.dumps({"type": "Scheduler", "address": address, "workers": {}, "services": {}})
 
 
 @under("openmpi", "mpich")
 def test_help_is_printed_once(site: Site):
-    ended = site.run("--help", find=False)
-    assert ended.code == 0, str(ended)
+    ended = site.run("--help")
     assert ended.out.count("Usage: ") == 1, str(ended)
 
 
@@ -173,13 +154,13 @@ exit $?
 @under("openmpi", "mpich")
 def test_ranks_behind_a_wrapper(site: Site):
     """Such as binds GPUs: MPI's launcher is not the ranks' parent then."""
-    (site.folder / "program.py").write_text(f"{PROGRAM}print(len(os.sched_getaffinity(0)))")
     wrapper = site.folder / "wrapper"
     wrapper.write_text(WRAPPER)
     wrapper.chmod(0o700)
     if "open" in site.launcher.name.lower():
         site.launcher.prefix += ["--bind-to", "core"]
-    ended = site.run("--timeout", "20s", "program.py", runner=[str(wrapper)], find=False)
+    program = f"{PROGRAM}print(len(os.sched_getaffinity(0)))"
+    ended = site.run("--timeout", "20s", program=program, runner=[str(wrapper)])
     check_works(ended, "2", "3", str(len(os.sched_getaffinity(0))))
 
 
@@ -188,10 +169,8 @@ def test_ranks_behind_a_wrapper(site: Site):
 @under("alone")
 def test_standard_streams_that_are_closed_or_full(site: Site, streams: str):
     """Daemons have none, and a log may be on a disk that is full."""
-    (site.folder / "program.py").write_text(f"{PROGRAM}open('done', 'w').close()")
     shell = ["bash", "-c", f'exec "$@" {streams}', "bash", *RUN]
-    ended = site.run("program.py", n=1, runner=shell, find=False)
-    assert ended.code == 0, str(ended)
+    site.run(program=f"{PROGRAM}open('done', 'w').close()", runner=shell)
     assert (site.folder / "done").exists()
 
 
@@ -203,8 +182,6 @@ def dask_setup(worker):
             time.sleep(0.05)
         os._exit(7)
 """
-
-
 UNTIL_TOLD = """
 import time
 open("started", "w").close()
@@ -219,11 +196,10 @@ def test_a_worker_that_does_not_start_once_enough_others_work(site: Site):
     """Before the cluster is ready this has the same end."""
     late = site.folder / "late.py"
     late.write_text(LATE_PRELOAD.replace("PLACE", str(site.folder)))
-    (site.folder / "program.py").write_text(PROGRAM + UNTIL_TOLD)
-    run = site.start("--workers-min", "1", "--preload", late, "program.py", find=False)
+    run = site.start("--workers-min", "1", "--preload", late, program=PROGRAM + UNTIL_TOLD)
     run.line("hpcdask: a worker of rank 1", stream="err", timeout=60)
     (site.folder / "told").touch()
-    ended = run.end()
+    ended = run.end(code=0)
     check_works(ended, "1", "3", "end")
     assert "1 of 2 workers on 1 node" in ended.err
 
@@ -235,12 +211,12 @@ def test_what_looks_bad_and_is_not(site: Site):
     file = site.folder / "cluster.json"
     with socket.create_server(("127.0.0.1", 0)) as gone:
         file.write_text(content(f"tls://127.0.0.1:{gone.getsockname()[1]}"))
-    options = ("--local-directory", folder, "--scheduler-file", file, "program.py")
+    options = ("--local-directory", folder, "--scheduler-file", file)
     with wait_for(lambda: server_on(8787), 60, "port 8787, which another test's dashboard has"):
-        ended = site.run(*options, device="auto", env=NO_GPU, find=False)
+        ended = site.run(*options, program=PROGRAM, device="auto", env=NO_GPU)
     check_works(ended, "2", "3")
     assert not list(folder.iterdir())
-    site.check_nothing_left(ended.at)
+    site.check_nothing_left()
     assert not file.exists()
     assert ended.err.count("no GPU here") == 1
     assert "dashboard http://" in ended.err
@@ -260,9 +236,7 @@ def server_on(port: int) -> socket.socket | None:
 @under("alone")
 def test_a_scheduler_that_does_not_start_says_why(site: Site):
     wrong = {"DASK_DISTRIBUTED__SCHEDULER__PRELOAD": "no_such_module"}
-    ended = site.run("program.py", n=1, env=wrong, find=False)
-    assert ended.code == 1, str(ended)
-    (line,) = ended.errors
+    (line,) = site.run(program=PROGRAM, n=1, env=wrong, code=1).errors
     assert "the scheduler did not start: ModuleNotFoundError" in line
     assert "no_such_module" in line
 
@@ -276,8 +250,8 @@ def test_mpi_that_is_not_the_launcher_s(site: Site):
     site.launcher.prefix += TWO_HOSTS
     foreign = openmpi_launcher().env
     env = {name: foreign[name] for name in ("MPI4PY_MPIABI", "LD_LIBRARY_PATH")}
-    ended = site.run("program.py", env=env, find=False)
-    check_refused(site, ended, "2 ranks", "rank 0 of 1", "mpirun of the same MPI", nodes=2)
+    words = ["2 ranks", "rank 0 of 1", "mpirun of the same MPI"]
+    check_refused(site, env=env, words=words, nodes=2)
 
 
 @under("mpich")
@@ -286,43 +260,34 @@ def test_an_mpi_library_that_is_missing_on_the_second_node(site: Site):
     site.launcher.prefix += TWO_HOSTS
     missing = "export MPI4PY_MPIABI=openmpi MPI4PY_LIBMPI=/no/such/libmpi.so"
     wrapper = ["sh", "-c", f'[ "$PMI_RANK" = 0 ] || {missing}; exec "$@"', "sh", *RUN]
-    ended = site.run("program.py", runner=wrapper, find=False)
-    check_refused(site, ended, "cannot load an MPI library", "LD_LIBRARY_PATH")
-
-
-def content(address: str) -> str:
-    return json.dumps({"type": "Scheduler", "address": address, "workers": {}, "services": {}})
+    check_refused(site, runner=wrapper, words=["cannot load an MPI library", "LD_LIBRARY_PATH"])
 
 
 @under("mpich")
 def test_several_nodes_of_mpich_without_mpi4py(site: Site):
     """Its nodes have nothing in common by which ranks could find a file of their launch."""
     site.launcher.prefix += TWO_HOSTS
-    options = ("--timeout", f"{stretched(8)}s", "program.py")
-    ended = site.run(*options, env={"HIDDEN": "mpi4py"}, find=False)
-    check_refused(site, ended, "mpi4py", 'pip install "mpi4py', nodes=2)
+    timeout = f"{stretched(8)}s"
+    words = ["mpi4py", 'pip install "mpi4py']
+    check_refused(site, "--timeout", timeout, env={"HIDDEN": "mpi4py"}, words=words, nodes=2)
 
 
 #: One rank never gets to its program.
 LATE = 'if [ "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" = 1 ]; then exec sleep 600; fi; exec "$@"'
-
-
 LATE_RUN = ["sh", "-c", LATE, "sh", *RUN]
 
 
 @under("openmpi", "mpich")
 def test_a_rank_that_never_arrives(site: Site):
-    limit = f"{stretched(3)} s"
-    options = ("--timeout", limit.replace(" ", ""), "program.py")
-    ended = site.run(*options, n=3, runner=LATE_RUN, find=False)
-    check_refused(site, ended, "rank 1 of 3", f"within {limit}", HOST, "--timeout")
+    limit = stretched(3)
+    words = ["rank 1 of 3", f"within {limit} s", HOST, "--timeout"]
+    check_refused(site, "--timeout", f"{limit}s", n=3, runner=LATE_RUN, words=words)
 
 
 @under("openmpi", "mpich")
 def test_a_bad_value_while_a_rank_is_late(site: Site):
     """Regression: MPICH waited for the late one."""
-    ended = site.run("--timeout", "soon", "program.py", runner=LATE_RUN, find=False)
-    check_refused(site, ended, "--timeout", "'soon'")
+    check_refused(site, "--timeout", "soon", runner=LATE_RUN, words=["--timeout", "'soon'"])
 
 
 @pytest.mark.long
@@ -331,7 +296,7 @@ def test_a_rank_that_never_arrives_at_mpi(site: Site):
     """MPI's own start waits for every rank, and cannot say for whom."""
     site.launcher.prefix += TWO_HOSTS
     limit = stretched(3)
-    ended = site.run("--timeout", f"{limit}s", "program.py", runner=LATE_RUN, find=False)
+    ended = site.start("--timeout", f"{limit}s", program=PROGRAM, runner=LATE_RUN).end()
     assert ended.code != 0
     assert f"waited {limit} s in MPI" in ended.err
     assert "--timeout" in ended.err

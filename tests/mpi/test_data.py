@@ -16,20 +16,13 @@ from urllib.parse import urlsplit
 import pytest
 
 from launching import unavailable
-from running import PROGRAMS, Site
+from running import PROGRAMS, Site, under
 
 pytestmark = pytest.mark.mpi
 
 
-def result_in(text: str) -> dict:
-    (line,) = [one for one in text.splitlines() if one.startswith("result ")]
-    return json.loads(line.removeprefix("result "))
-
-
 def test_data_does_not_go_through_the_scheduler_and_survives_a_worker(site: Site):
-    ended = site.run("moves_data.py", timeout=120)
-    assert ended.code == 0, str(ended)
-    result = result_in(ended.out)
+    result = site.run("moves_data.py", timeout=120).told("result")
     assert result["same"]
     assert result["direct"]
     assert result["sums"] == [3_000_000.0 * sum(range(8))] * 2
@@ -38,16 +31,13 @@ def test_data_does_not_go_through_the_scheduler_and_survives_a_worker(site: Site
 
 @pytest.mark.parametrize("choice", ["False", "True"])
 def test_the_user_s_choice_of_the_way_stands(site: Site, choice: str):
-    program = site.folder / "program.py"
-    program.write_text(
+    program = (
         "from distributed import Client\n"
         "client = Client()\n"
         "print(client.direct_to_workers, client.submit(abs, -1).result())\n"
     )
     env = {"DASK_DISTRIBUTED__CLIENT__DIRECT_TO_WORKERS": choice}
-    ended = site.run(program, env=env)
-    assert ended.code == 0, str(ended)
-    assert ended.out.split() == [choice, "1"]
+    assert site.run(program=program, env=env).out.split() == [choice, "1"]
 
 
 @contextmanager
@@ -84,12 +74,12 @@ def way_out(folder: Path, address: str) -> Iterator[str]:
             listener.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("site", ["alone"], indirect=True)
+@under("alone")
 def test_a_client_behind_a_tunnel_uses_the_scheduler_and_says_so_once(site: Site):
     isolated = ["unshare", "--net", "--map-root-user"]
     if not shutil.which("unshare") or subprocess.run([*isolated, "true"]).returncode:
         unavailable("no network namespaces")
-    run = site.start("--scheduler-file", "cluster.json", "--device", "cpu")
+    run = site.start("--scheduler-file", "cluster.json")
     run.line("hpcdask: scheduler at", stream="err", timeout=120)
     file = site.folder / "cluster.json"
     address = json.loads(file.read_text())["address"]
@@ -102,5 +92,5 @@ def test_a_client_behind_a_tunnel_uses_the_scheduler_and_says_so_once(site: Site
             timeout=120,
         )
     assert done.returncode == 0, done.stderr
-    assert result_in(done.stdout) == {"sum": 3, "direct": None}
+    assert done.stdout == 'result {"sum": 3, "direct": null}\n'
     assert done.stderr.count("hpcdask: results and scattered data go through the scheduler") == 1

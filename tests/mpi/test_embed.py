@@ -11,27 +11,24 @@ import psutil
 import pytest
 from distributed import Client
 
-from clock import clock
+import hpcdask
 from hpcdask.client.connect import configure_client, forget_client
-from running import PROGRAMS, Ended, Running, Site
+from hpcdask.errors import UsageError
+from running import PROGRAMS, Ended, Running, Site, under
 
 pytestmark = pytest.mark.mpi
-EMBEDDED = str(PROGRAMS / "embedded.py")
 #: Has a rank execute itself once more, as which it must still know what it was told.
 AGAIN = {"DASK_DISTRIBUTED__NANNY__PRE_SPAWN_ENVIRON": '{"MKL_NUM_THREADS": 2}'}
 
 
 def start(site: Site, how: str, end: str, n: int = 2) -> Running:
-    env = {**site.env, **(AGAIN if "mpi" in how else {})}
-    process = site.launcher.popen(n, "python", EMBEDDED, how, end, env=env, cwd=site.folder)
-    running = Running(site, process)
-    site.runs.append(running)
-    return running
+    env = AGAIN if "mpi" in how else {}
+    return site.popen("python", PROGRAMS / "embedded.py", how, end, n=n, env=env)
 
 
-def run(site: Site, how: str, end: str = "return", n: int = 2) -> Ended:
-    ended = start(site, how, end, n).end(40)
-    site.check_nothing_left(since=clock())
+def run(site: Site, how: str, end: str, code: int | None = 0, n: int = 2) -> Ended:
+    ended = start(site, how, end, n).end(40, code)
+    site.check_nothing_left()
     return ended
 
 
@@ -54,9 +51,8 @@ def run(site: Site, how: str, end: str = "return", n: int = 2) -> Ended:
 def test_rank_0_is_the_client_of_all_and_its_exit_code_the_run_s(
     site: Site, how: str, end: str
 ) -> None:
-    ended = run(site, how, end)
     codes = {"return": 0, "exit": 7, "raise": 1, "shutdown": 5}
-    assert ended.code == codes[end], str(ended)
+    ended = run(site, how, end, codes[end])
     assert "TypeError" not in ended.err
     assert ended.out.count("workers") == 1, str(ended)
     assert "sum 6" in ended.out
@@ -70,17 +66,15 @@ def test_rank_0_is_the_client_of_all_and_its_exit_code_the_run_s(
         assert "ValueError: on purpose" in ended.err
 
 
-@pytest.mark.parametrize("site", ["alone"], indirect=True)
+@under("alone")
 @pytest.mark.long
 def test_the_end_of_a_runner_leaves_the_client_s_loop_free(site: Site) -> None:
     """Regression: the loop stood still until all ranks had ended."""
     ended = run(site, "runner-loop", "teardown", n=1)
-    assert ended.code == 0, str(ended)
-    turns = int(ended.out.split("turns ")[1].split()[0])
-    assert turns > 10, str(ended)
+    assert int(ended.out.split("turns ")[1].split()[0]) > 10, str(ended)
 
 
-@pytest.mark.parametrize("site", ["alone"], indirect=True)
+@under("alone")
 def test_a_rank_that_is_killed_before_it_is_ready(site: Site) -> None:
     running = start(site, "runner", "return")
     running.wait_for(lambda: list(site.tmp.glob("hpcdask-*")), "the rank's folder")
@@ -92,45 +86,43 @@ def test_a_rank_that_is_killed_before_it_is_ready(site: Site) -> None:
 
     (rank,) = filter(is_rank, site.processes())
     rank.kill()
-    ended = running.end(20)
-    site.check_nothing_left(since=clock())
-    assert ended.code == 137, str(ended)
+    ended = running.end(code=137)
+    site.check_nothing_left()
     assert "hpcdask: error: this rank was killed by SIGKILL" in ended.err
 
 
 def test_a_killed_program_leaves_nothing(site: Site) -> None:
-    ended = run(site, "runner", "kill")
-    assert ended.code != 0
+    assert run(site, "runner", "kill", code=None).code != 0
 
 
-@pytest.mark.long
-def test_forks_of_the_program_do_not_keep_or_end_the_cluster(site: Site) -> None:
-    """Regression: a program with a pool ended 10 s late, as one that had lost its rank."""
-    ended = run(site, "runner", "fork")
-    assert ended.code == 0, str(ended)
-    assert ended.out.count("later sum 3") == 2, str(ended)
+@pytest.mark.parametrize(
+    ("site", "end", "count"),
+    [
+        # Regression: a program with a pool ended 10 s late, as one that had lost its rank
+        pytest.param("openmpi", "fork", 2, marks=pytest.mark.long),
+        # Regression: a second Ctrl-C, however much later, ended the cluster of one at a prompt
+        ("alone", "interrupts", 1),
+    ],
+    indirect=["site"],
+)
+def test_forks_and_interrupts_of_the_program_do_not_end_the_cluster(
+    site: Site, end: str, count: int
+) -> None:
+    ended = run(site, "runner", end)
+    assert ended.out.count("later sum 3") == count, str(ended)
 
 
-@pytest.mark.parametrize("site", ["alone"], indirect=True)
-def test_ctrl_c_is_the_program_s_alone(site: Site) -> None:
-    """Regression: a second one, however much later, ended the cluster of somebody at a prompt."""
-    ended = run(site, "runner", "interrupts")
-    assert ended.code == 0, str(ended)
-    assert "later sum 3" in ended.out, str(ended)
-
-
-@pytest.mark.parametrize("site", ["mpich"], indirect=True)
+@under("mpich")
 @pytest.mark.long
 def test_ctrl_c_does_not_end_the_other_ranks(site: Site) -> None:
     """MPICH's launcher passes it on to all of them."""
     running = start(site, "runner", "interrupted")
     running.line("ready")
     running.signal(signal.SIGINT)
-    ended = running.end(40)
-    assert ended.code == 0, str(ended)
+    ended = running.end(40, code=0)
     assert "later sum 3" in ended.out, str(ended)
     assert "Traceback" not in ended.err, str(ended)
-    site.check_nothing_left(since=clock())
+    site.check_nothing_left()
 
 
 def test_nothing_leads_to_a_cluster_that_has_ended(monkeypatch) -> None:
@@ -146,9 +138,6 @@ def test_nothing_leads_to_a_cluster_that_has_ended(monkeypatch) -> None:
 
 
 def test_an_option_that_does_not_exist() -> None:
-    import hpcdask
-    from hpcdask.errors import UsageError
-
     with pytest.raises(TypeError, match="nthread"):
         hpcdask.Runner(nthread=1)
     with pytest.raises(UsageError, match="does not take worker_class"):

@@ -16,11 +16,7 @@ from launching import unavailable
 from running import Site
 
 pytestmark = pytest.mark.mpi
-
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
 #: Programs, what they need, and how their output begins.
 FOUND = {
     "futures": ("numpy", "283146 primes below 4000000, on 2 workers: [(1, 70779), "),
@@ -30,8 +26,6 @@ FOUND = {
     "monthly_means": ("flox", "monthly means of 473 MB, on 2 workers: (12, 90, 180)"),
     "dataframe": ("pyarrow", "pandas, on 2 workers: {'east': 4900000, 'north': 4800000, "),
 }
-
-
 #: Runs programs one after the other, on one cluster.
 ALL = """
 import runpy, sys
@@ -48,8 +42,7 @@ def test_examples(site: Site) -> None:
         unavailable(f"{' '.join(missing)} not installed: run `make venv`")
     (site.folder / "all.py").write_text(ALL)
     paths = [EXAMPLES / f"{name}.py" for name in FOUND]
-    ended = site.run(str(site.folder / "all.py"), *map(str, paths), find=False, timeout=90)
-    assert ended.code == 0, str(ended)
+    ended = site.run("all.py", *paths)
     lines = ended.out.splitlines()
     assert len(lines) == len(FOUND) + 1, str(ended)  # the accuracy has one of its own
     for _, found in FOUND.values():
@@ -58,24 +51,18 @@ def test_examples(site: Site) -> None:
 
 @pytest.mark.long
 def test_a_wrong_result_is_a_failure(site: Site) -> None:
-    program = site.folder / "futures.py"
     text = (EXAMPLES / "futures.py").read_text()
     assert "= 4_000_000, 100_000, 8\n" in text
-    program.write_text(text.replace("= 4_000_000, 100_000, 8\n", "= 200_000, 50_000, 8\n"))
-    ended = site.run(program)
-    assert ended.code == 1, str(ended)
-    assert "wrong: [(1, 70779), (2, 1), " in ended.err
+    wrong = text.replace("= 4_000_000, 100_000, 8\n", "= 200_000, 50_000, 8\n")
+    assert "wrong: [(1, 70779), (2, 1), " in site.run(program=wrong, code=1).err
 
 
 @pytest.mark.long
 def test_the_bench_is_a_program_too(site: Site) -> None:
-    argv = ["-m", "hpcdask.bench", "array", "--size", "8MB", "--repeats", "1"]
-    ended = site.run(*argv, find=False)
-    assert ended.code == 0, str(ended)
-    line = json.loads(ended.out)
+    bench = ["-m", "hpcdask.bench"]
+    line = json.loads(site.run(*bench, "array", "--size", "8MB", "--repeats", "1").out)
     assert (line["workload"], line["bytes"], line["workers"]) == ("array", 8_000_000, 2)
-    ended = site.run("-m", "hpcdask.bench", "svd", "--size", "1", find=False)
-    assert ended.code == 2, str(ended)
+    ended = site.run(*bench, "svd", "--size", "1", code=2)
     assert "hpcdask: error: size 1 B is too small" in ended.err
 
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from launching import needs, run_cli, stand_in_gpus, wait_for
-from running import Site
+from running import Site, under
 
 pytestmark = pytest.mark.mpi
 
@@ -42,17 +42,11 @@ with Client() as client:
 
 
 @needs("cuda")
-@pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
+@under("openmpi", "mpich")
 def test_two_ranks_on_gpus_and_two_on_the_cpu(site: Site, tmp_path: Path) -> None:
-    (site.folder / "show.py").write_text(SHOW)
-    done = site.run(
-        *(*PLAIN, "--groups", "gpu:2 cpu:2", "show.py"),
-        n=4,
-        device="auto",
-        find=False,
-        env=stand_in_gpus(tmp_path, 2),
-    )
-    assert done.code == 0, done
+    options = (*PLAIN, "--groups", "gpu:2 cpu:2")
+    env = stand_in_gpus(tmp_path, 2)
+    done = site.run(*options, program=SHOW, n=4, device="auto", env=env)
     told = Counter(line for line in done.out.splitlines() if line.startswith("worker"))
     assert told == {
         "worker GPU GPU-00000000": 1,
@@ -62,19 +56,19 @@ def test_two_ranks_on_gpus_and_two_on_the_cpu(site: Site, tmp_path: Path) -> Non
     assert "\nGPU GPU-0000000" in done.out
     assert "\nCPU none" in done.out
     assert "4 workers on 1 node (2 x Fake, 2 x CPU), tcp" in done.err, done
-    site.check_nothing_left(done.at)
+    site.check_nothing_left()
 
 
 @needs("cuda")
-@pytest.mark.parametrize("site", ["openmpi", "mpich"], indirect=True)
+@under("openmpi", "mpich")
 def test_numbers_that_do_not_fit(site: Site, tmp_path: Path) -> None:
-    done = site.run("--groups", "gpu:1 cpu:2", n=2, device="auto", env=stand_in_gpus(tmp_path, 1))
+    env = stand_in_gpus(tmp_path, 1)
+    done = site.run("--groups", "gpu:1 cpu:2", n=2, device="auto", env=env, code=2)
     (error,) = done.errors
     assert "--groups gpu:1 cpu:2 is for 3 ranks with a worker on each node" in error
     assert "has 2 (1 GPU, " in error
     assert "start 3 there, or change the numbers" in error
-    assert done.code != 0
-    site.check_nothing_left(done.at)
+    site.check_nothing_left()
 
 
 def listed() -> list[dict]:
@@ -117,7 +111,7 @@ def test_a_run_is_listed_while_it_is_there(
     assert not list(Path(tmp_path, "runs").iterdir())
 
 
-@pytest.mark.parametrize("site", ["alone"], indirect=True)
+@under("alone")
 def test_a_run_is_known_by_its_program(
     site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -12,7 +12,6 @@ from running import Site
 
 pytestmark = pytest.mark.mpi
 LAUNCHERS = ("mpirun", "mpiexec", "prte", "orte", "hydra_pmi")
-under = pytest.mark.parametrize("site", ["openmpi", "mpich", "alone"], indirect=True)
 
 
 def of_run(site: Site) -> list[int]:
@@ -27,15 +26,23 @@ def of_run(site: Site) -> list[int]:
     return [port for sock, port in found.items() if sock not in own]
 
 
-@under
-def test_all_listen_in_the_range(site: Site):
-    ports = free_range(60)
-    run = site.start("--port-range", text(ports), "--workers-min", "1", "waits.py")
+@pytest.mark.parametrize(
+    ("site", "options", "workers"),
+    [
+        *(("openmpi", (), 2), ("mpich", (), 2), ("alone", (), 1)),
+        pytest.param("openmpi", ("--protocol", "ucx"), 2, marks=needs("ucxx")),
+    ],
+    indirect=["site"],
+)
+def test_all_listen_in_the_range(site: Site, options: tuple[str, ...], workers: int):
+    ports = free_range(80)
+    env = {"UCX_TLS": "tcp,self,sm"}
+    words = ("--port-range", text(ports), "--workers-min", "1", *options, "waits.py")
+    run = site.start(*words, env=env)
     run.line("ready")
-    workers = 2 if site.launcher.name != "no launcher" else 1
-    all_of_them = 3 * workers + 2  # scheduler, dashboard
+    each = 5 if options else 3  # and the scheduler, and its dashboard
     found = wait_for(
-        lambda: len(listening := of_run(site)) >= all_of_them and listening,
+        lambda: len(listening := of_run(site)) >= each * workers + 2 and listening,
         what="all to listen",
     )
     assert set(found) <= set(ports), found
@@ -46,21 +53,6 @@ def test_all_listen_in_the_range(site: Site):
 
 def test_too_small_a_range_is_refused_before_workers_start(site: Site):
     ports = free_range(8)
-    ended = site.run("--port-range", text(ports), "waits.py")
-    assert ended.code == 2, ended
-    (error,) = ended.errors
+    (error,) = site.run("--port-range", text(ports), "waits.py", code=2).errors
     assert f"{text(ports)} has 8 ports, and 2 workers on" in error
     assert "need at least 9" in error
-
-
-@needs("ucxx")
-def test_ucx_listens_in_the_range_too(site: Site):
-    ports = free_range(80)
-    options = ("--port-range", text(ports), "--protocol", "ucx")
-    run = site.start(*options, "waits.py", env={"UCX_TLS": "tcp,self,sm"})
-    run.line("ready")
-    found = of_run(site)
-    assert set(found) <= set(ports), found
-    assert len(found) >= 2 * 5 + 2
-    run.signal(signal.SIGTERM)
-    run.end()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import psutil
-import pytest
 
 from launching import wait_for
-from running import Site
+from running import Site, under
 
 START = """
 import os, subprocess, sys, time
@@ -22,12 +20,7 @@ def show(name, value):
 """
 
 
-def program(site: Site, body: str) -> str:
-    (site.folder / "program.py").write_text(START + body)
-    return "program.py"
-
-
-@pytest.mark.parametrize("site", ["alone"], indirect=True)
+@under("alone")
 def test_another_session_outlives_a_rank_that_is_killed(site: Site):
     """As a job that the program has submitted, on the same node, or a terminal multiplexer."""
     body = """
@@ -37,30 +30,30 @@ own = subprocess.Popen(["sleep", "300"])
 show("ready", [other.pid, own.pid])
 time.sleep(300)
 """
-    run = site.start(program(site, body), n=1, find=False)
-    other, own = map(psutil.Process, eval(run.line("ready")))
+    run = site.start(program=START + body, n=1)
+    other, own = map(psutil.Process, json.loads(run.line("ready")))
     run.signal(signal.SIGKILL)
-    ended = run.end()
+    run.end()
     wait_for(lambda: not own.is_running() or own.status() == "zombie", 30, "its child to end")
     assert other.is_running()
     other.kill()
-    site.check_nothing_left(ended.at, within=30)
+    site.check_nothing_left()
 
 
-@pytest.mark.parametrize("site", ["alone"], indirect=True)
+@under("alone")
 def test_a_run_in_a_run_ends_with_it(site: Site):
     (site.folder / "inner.py").write_text(f"{START}print('inner', flush=True); time.sleep(300)")
     body = """
 subprocess.run([sys.executable, "-m", "hpcdask.run", "--device", "cpu", "inner.py"])
 """
-    run = site.start(program(site, body), n=1, find=False)
+    run = site.start(program=START + body, n=1)
     run.line("inner", timeout=60)
     run.signal(signal.SIGKILL)
-    ended = run.end()
-    site.check_nothing_left(ended.at, within=30)
+    run.end()
+    site.check_nothing_left()
 
 
-@pytest.mark.parametrize("site", ["alone"], indirect=True)
+@under("alone")
 def test_a_run_goes_on_without_its_janitor(site: Site):
     body = """
 show("ready", 1)
@@ -69,34 +62,31 @@ while not os.path.exists("go"):
 client.restart()
 assert client.submit(sum, [1, 2]).result() == 3
 """
-    run = site.start(program(site, body), n=1, find=False)
+    run = site.start(program=START + body, n=1)
     run.line("ready")
-    rank = psutil.Process(run.process.pid)
-    (janitor,) = (one for one in rank.children() if os.getsid(one.pid) == one.pid)
+    children = psutil.Process(run.process.pid).children()
+    (janitor,) = (one for one in children if os.getsid(one.pid) == one.pid)
     janitor.kill()
     (site.folder / "go").touch()
-    ended = run.end()
-    assert ended.code == 0, str(ended)
-    site.check_nothing_left(ended.at)
+    run.end(code=0)
+    site.check_nothing_left()
 
 
-@pytest.mark.parametrize("site", ["alone"], indirect=True)
+@under("alone")
 def test_a_killed_agent_is_told_also_if_it_has_not_read_a_signal(site: Site):
-    run = site.start("--scheduler-file", "cluster.json", "--device", "cpu")
+    run = site.start("--scheduler-file", "cluster.json")
     run.line("hpcdask: scheduler at", stream="err", timeout=60)
     file = json.loads((site.folder / "cluster.json").read_text())
     agent = psutil.Process(file["hpcdask"]["pid"])
     agent.suspend()
     run.signal(signal.SIGTERM)
     agent.kill()
-    ended = run.end()
-    assert ended.code == 1, ended
+    ended = run.end(code=1)
     assert "the process that manages the workers of" in ended.err
     assert "was killed by SIGKILL" in ended.err
-    site.check_nothing_left(ended.at, within=30)
+    site.check_nothing_left()
 
 
-@pytest.mark.parametrize("site", ["openmpi"], indirect=True)
 def test_the_end_of_a_run_waits_for_teardowns(site: Site):
     """Regression: after two seconds workers were killed, and what they wrote was cut off."""
     body = """
@@ -110,32 +100,24 @@ class Writes(WorkerPlugin):
             file.write("all")
 client.register_plugin(Writes())
 """
-    ended = site.run(program(site, body), find=False)
-    assert ended.code == 0, str(ended)
-    assert [path.read_text() for path in Path(site.folder).glob("written-*")] == ["all"] * 2
+    site.run(program=START + body)
+    assert [path.read_text() for path in site.folder.glob("written-*")] == ["all"] * 2
 
 
-@pytest.mark.parametrize("site", ["alone"], indirect=True)
-def test_what_a_program_starts_does_not_connect_to_its_cluster(site: Site):
-    """A job that it submits has its environment."""
+@under("alone")
+def test_memory_of_slurm_and_what_a_program_starts(site: Site):
+    """The limit of the workers is what SLURM grants for each GPU: no cgroup confines memory here.
+
+    What a program starts, such as a job that it submits, does not connect to its cluster.
+    """
     body = """
 show("names", [name for name in os.environ if name.startswith(("DASK_", "HPCDASK_SCHEDULER"))])
 assert client.submit(sum, [1, 2]).result() == 3
 assert Client().submit(sum, [1, 2]).result() == 3
-"""
-    ended = site.run(program(site, body), n=1, find=False)
-    assert ended.code == 0, str(ended)
-    assert "names []" in ended.out
-
-
-@pytest.mark.parametrize("site", ["alone"], indirect=True)
-def test_memory_that_slurm_grants_for_each_gpu_is_the_workers_limit(site: Site):
-    """Regression: the limit was the host's where no cgroup confines memory."""
-    body = """
 workers = client.scheduler_info()["workers"].values()
 show("MiB", sum(worker["memory_limit"] for worker in workers) >> 20)
 """
     env = {"SLURM_JOB_ID": "7", "SLURM_MEM_PER_GPU": "700", "SLURM_GPUS_ON_NODE": "2"}
-    ended = site.run(program(site, body), n=1, find=False, env=env)
-    assert ended.code == 0, str(ended)
-    assert 1390 <= int(ended.out.split("MiB ")[1].split()[0]) <= 1400, str(ended)
+    ended = site.run(program=START + body, n=1, env=env)
+    assert "names []" in ended.out
+    assert 1390 <= ended.told("MiB") <= 1400, str(ended)

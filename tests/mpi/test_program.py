@@ -7,74 +7,47 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from launching import wait_for
-from running import PROGRAMS, Ended, Site
+from running import PROGRAMS, Ended, Site, under
 
 pytestmark = pytest.mark.mpi
 
 
-def under(*launchers: str):
-    """Run the test under these launchers."""
-    return pytest.mark.parametrize("site", launchers, indirect=True)
-
-
-def found_in(text: str, start: str) -> dict:
-    lines = [line for line in text.splitlines() if line.startswith(f"{start} ")]
-    assert len(lines) == 1, text[-4000:]
-    return json.loads(lines[0].removeprefix(start))
-
-
 def facts_of(ended: Ended) -> dict:
-    assert ended.code == 0, str(ended)
     assert not ended.foreign_lines, str(ended)
-    return found_in(ended.out, "facts")
+    return ended.told("facts")
 
 
 # As with plain python
 
 
-@pytest.fixture
-def package(site: Site) -> Path:
-    """The package `pack` in the site's folder: module `pack.facts`, and `pack` itself."""
-    folder = site.folder / "pack"
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    shutil.copy(PROGRAMS / "facts.py", folder / "facts.py")
-    shutil.copy(PROGRAMS / "facts.py", folder / "__main__.py")
-    return folder
-
-
-def facts_of_a_rank(site: Site) -> dict | None:
+def buffered_in_a_rank(site: Site) -> list[bool] | None:
     """What a rank sees without hpcdask; now and then mpirun loses what a short program prints."""
-    ended = site.launcher.run(1, "python", PROGRAMS / "facts.py", env={"READ_STDIN": "0"})
-    assert ended.code == 0, ended.err
-    return found_in(ended.out, "facts") if ended.out else None
+    done = site.launcher.run(1, "python", PROGRAMS / "facts.py", env={"READ_STDIN": "0"})
+    assert done.code == 0, done.err
+    return json.loads(done.out.removeprefix("facts"))["buffered"] if done.out else None
 
 
 @pytest.mark.parametrize(
-    ("site", "form"),
+    ("site", "command"),
     [
-        ("openmpi", "script"),
-        ("alone", "-m module"),
-        pytest.param("alone", "zip", marks=pytest.mark.long),
+        ("openmpi", ["pack/../script.py"]),
+        ("alone", ["-m", "pack.facts"]),
+        pytest.param("alone", ["pack.zip"], marks=pytest.mark.long),
     ],
     indirect=["site"],
 )
-def test_the_program_sees_what_it_sees_under_plain_python(site: Site, package: Path, form: str):
-    match form:
-        case "script":
-            shutil.copy(PROGRAMS / "facts.py", package.parent / "script.py")
-            command = ["pack/../script.py"]
-        case "-m module":
-            command = ["-m", "pack.facts"]
-        case "zip":
-            shutil.make_archive(str(site.folder / "pack"), "zip", package)
-            command = ["pack.zip"]
-    command += ["-x", "--device", "a b", "-m"]
+def test_the_program_sees_what_it_sees_under_plain_python(site: Site, command: list[str]):
+    folder = site.folder / "pack"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for name in ("facts.py", "__main__.py", "../script.py"):
+        shutil.copy(PROGRAMS / "facts.py", folder / name)
+    shutil.make_archive(str(folder), "zip", folder)
+    command = [*command, "-x", "--device", "a b", "-m"]
     hangup = ["env", "--default-signal=HUP"]  # as mpirun, where the tests run under nohup
     plain = subprocess.run(
         [*(hangup if site.launcher.name == "Open MPI" else []), sys.executable, *command],
@@ -85,16 +58,10 @@ def test_the_program_sees_what_it_sees_under_plain_python(site: Site, package: P
         text=True,
         check=True,
     )
-    wanted = found_in(plain.stdout, "facts")
+    wanted = json.loads(plain.stdout.removeprefix("facts"))
     if site.launcher.name == "Open MPI":  # gives its ranks a terminal for standard output
-        wanted["buffered"] = wait_for(lambda: facts_of_a_rank(site), 60)["buffered"]
-    got = facts_of(site.run(*command, find=False))
-    differing = [
-        f"{name}: {got[name]}\nplain python: {wanted[name]}"
-        for name in wanted
-        if got[name] != wanted[name]
-    ]
-    assert not differing, "\n".join(differing)
+        wanted["buffered"] = wait_for(lambda: buffered_in_a_rank(site), 60)
+    assert facts_of(site.run(*command)) == wanted
 
 
 @under("openmpi", "mpich")
@@ -109,10 +76,10 @@ def test_hpcdask_run_becomes_the_runner(site: Site):
         "sys.exit(3)\n"
     )
     words = ["--nthreads=1", "shows.py", "--", "--help", "-m"]
-    ended = site.run(*words, find=False, runner=["hpcdask", "run"])
+    ended = site.run(*words, runner=["hpcdask", "run"], code=3)
     rank = ["-m", "hpcdask.run", "--device", "cpu", *words]
-    assert (ended.code, ended.out.strip()) == (3, f"2 {words[2:]} {rank}"), str(ended)
-    site.check_nothing_left(ended.at)
+    assert ended.out.strip() == f"2 {words[2:]} {rank}", str(ended)
+    site.check_nothing_left()
 
 
 #: A program each; what one can show of several is in one.
@@ -141,14 +108,13 @@ raise SystemExit(4)
 @under("alone")
 @pytest.mark.parametrize("error", ["raise", pytest.param("late", marks=pytest.mark.long)])
 def test_errors_look_as_under_plain_python(site: Site, error: str):
-    script = site.folder / "script.py"
-    script.write_text(ERRORS[error])
+    run = site.start(program=ERRORS[error])
     plain = subprocess.run(
-        [sys.executable, "script.py"], cwd=site.folder, capture_output=True, text=True, check=False
+        [sys.executable, "program.py"], cwd=site.folder, capture_output=True, text=True, check=False
     )
-    ended = site.run("script.py", find=False)
+    ended = run.end(code=plain.returncode)
     assert "\n".join(ended.foreign_lines) == plain.stderr.removesuffix("\n")
-    assert (ended.out, ended.code) == (plain.stdout, plain.returncode)
+    assert ended.out == plain.stdout
 
 
 @under("mpich", "alone")
@@ -157,7 +123,7 @@ def test_standard_input_reaches_the_program_to_its_end(site: Site):
     run = site.start("facts.py", env=env, stdin=subprocess.PIPE)
     run.type("first line\nsecond\n")
     run.process.stdin.close()
-    facts = facts_of(run.end())
+    facts = facts_of(run.end(code=0))
     assert facts["stdin"] == "first line\nsecond\n"
     assert facts["limits of threads"] == {"OMP_NUM_THREADS": "2"}  # the user's own stay
 
@@ -175,12 +141,8 @@ def dask_setup(worker):
 
 def test_it_starts_when_all_workers_are_there(site: Site):
     (site.folder / "slow.py").write_text(SLOW_WORKER)
-    (site.folder / "count.py").write_text(
-        "from distributed import Client\nprint(len(Client().nthreads()))"
-    )
-    ended = site.run("--preload", "slow.py", "count.py", find=False)
-    assert ended.code == 0, str(ended)
-    assert ended.out == "2\n"
+    program = "from distributed import Client\nprint(len(Client().nthreads()))"
+    assert site.run("--preload", "slow.py", program=program).out == "2\n"
 
 
 @pytest.mark.parametrize(
@@ -196,15 +158,13 @@ def test_a_program_without_a_guard_uses_the_cluster_in_many_ways(site: Site, for
     """As a module of a package too: its neighbours, in the working folder, reach the workers."""
     if form == "module":
         shutil.copytree(PROGRAMS, site.folder / "programs")
-        shutil.copy(PROGRAMS / "common.py", site.folder)
-        shutil.copy(PROGRAMS.parents[1] / "clock.py", site.folder)
-        shutil.copy(PROGRAMS / "neighbour.py", site.folder)
-        ended = site.run("-m", "programs.work", find=False)
+        for name in ("common.py", "neighbour.py", "../../clock.py"):
+            shutil.copy(PROGRAMS / name, site.folder)
+        ended = site.run("-m", "programs.work")
     else:
         ended = site.run("work.py")
-    assert ended.code == 0, str(ended)
     assert ended.out.count("top level") == 1, str(ended)
-    found = found_in(ended.out, "found")
+    found = ended.told("found")
     assert found.pop("workers") == 2 or site.launcher.name == "no launcher"
     assert found == {
         "submit": 2,
@@ -217,19 +177,17 @@ def test_a_program_without_a_guard_uses_the_cluster_in_many_ways(site: Site, for
         "module beside the script": 9,
     }
     assert not ended.foreign_lines, str(ended)
-    site.check_nothing_left(ended.program_end)
+    site.check_nothing_left()
 
 
-@under("openmpi")
 def test_modules_in_a_folder_that_the_program_adds_reach_the_workers(site: Site):
     (site.folder / "src").mkdir()
     (site.folder / "src" / "inlib.py").write_text("def f(x):\n    return x + 1\n")
-    (site.folder / "program.py").write_text(
+    program = (
         "import sys\nsys.path.insert(0, 'src')\nimport inlib\nfrom distributed import Client\n"
         "client = Client()\nprint(client.gather(client.map(inlib.f, range(4))))\n"
     )
-    ended = site.run("program.py", find=False)
-    assert ended.out == "[1, 2, 3, 4]\n", str(ended)
+    assert site.run(program=program).out == "[1, 2, 3, 4]\n"
 
 
 # Options of the workers
@@ -251,9 +209,8 @@ with Client() as client:
 @pytest.mark.parametrize("names", ["OMP", "OPENBLAS", "OMP OPENBLAS MKL BLIS NUMEXPR"])
 def test_the_users_number_of_blas_threads_reaches_program_and_workers(site: Site, names: str):
     """Regression: workers had one where OMP_NUM_THREADS alone was set."""
-    (site.folder / "blas.py").write_text(BLAS)
     env = {f"{name}_NUM_THREADS": "2" for name in names.split()}
-    assert "threads 2 {2}\n" in site.run("blas.py", env=env, find=False).out
+    assert "threads 2 {2}\n" in site.run(program=BLAS, env=env).out
 
 
 PRELOADED = """
@@ -274,8 +231,7 @@ def test_options_arrive_at_the_workers(site: Site):
         *("--lifetime-stagger", "1s", "--nthreads", "3", "--memory-limit", "512MiB"),
         *("--preload", site.folder / "preloaded.py", "options.py"),
     )
-    assert ended.code == 0, str(ended)
-    found = found_in(ended.out, "found")
+    found = ended.told("found")
     assert found["names"] == ["given-0", "given-1"]
     assert found["resources"] == [{"CPU": 1.0, "TEST": 2.0, "MEM": 1e9}] * 2
     for worker in found["workers"]:
@@ -298,12 +254,10 @@ def test_preload_nanny_and_local_directory(site: Site):
         env={"PYTHONPATH": f"{site.folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
     )
     run.wait_for(lambda: scratch.exists() and len(list(scratch.iterdir())) == 2, "two folders")
-    ended = run.end()
-    assert ended.code == 0, str(ended)
-    found = found_in(ended.out, "found")
+    found = run.end(code=0).told("found")
     assert found["nannies"] == ["BoundNanny"] * 2
     check_all_on_loopback(found)
-    site.check_nothing_left(ended.at)
+    site.check_nothing_left()
     assert not list(scratch.iterdir())
 
 
@@ -321,4 +275,4 @@ def test_a_cluster_without_workers_says_so(site: Site):
     run.line("retired")
     run.line("hpcdask: no worker is left", stream="err", timeout=20)
     run.type("end\n")
-    assert run.end().code == 0
+    run.end(code=0)

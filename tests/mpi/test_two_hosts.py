@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from chaos.hosts import Hosts, over
-from clock import clock
 from running import Site
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -30,13 +29,18 @@ def sent(hosts: Hosts) -> int:
 def test_arrays_over_two_hosts(hosts: Hosts, launcher: str) -> None:
     with Site(over(hosts, launcher)) as site:
         ended = site.run("two_hosts.py", timeout=120)
-        since = clock()
-        assert ended.code == 0, str(ended)
         assert not ended.errors, str(ended)
         assert "2 workers on 2 nodes (2 x CPU), tcp with TLS" in ended.err
-        assert json.loads(ended.out.split("hosts ")[1].splitlines()[0]) == hosts.addresses
+        assert ended.told("hosts") == hosts.addresses
         assert ARRAY < sent(hosts) < 12 * ARRAY
-        site.check_nothing_left(since)
+        site.check_nothing_left()
+
+
+PROGRAM = (
+    "import hpcdask; client = hpcdask.connect('cluster.json');"
+    "print(client.submit(sum, [1, 2]).result(), len(client.run(abs, 1)));"
+    "client.shutdown()"
+)
 
 
 @pytest.mark.long
@@ -44,19 +48,13 @@ def test_a_client_of_the_other_host_by_a_scheduler_file(hosts: Hosts) -> None:
     with Site(over(hosts, "mpich")) as site:
         run = site.start("--scheduler-file", "cluster.json")
         run.line("hpcdask: scheduler at", stream="err", timeout=120)
-        program = (
-            "import hpcdask; client = hpcdask.connect('cluster.json');"
-            "print(client.submit(sum, [1, 2]).result(), len(client.run(abs, 1)));"
-            "client.shutdown()"
-        )
-        command = [str(hosts.wrapper), hosts.addresses[1], sys.executable, "-c", f'"{program}"']
+        command = [str(hosts.wrapper), hosts.addresses[1], sys.executable, "-c", f'"{PROGRAM}"']
         done = subprocess.run(
             command, cwd=site.folder, env=site.launcher.env, capture_output=True, text=True
         )
         assert done.stdout.split() == ["3", "2"], done.stderr
-        ended = run.end(60)
-        assert ended.code == 0, str(ended)
-        site.check_nothing_left(ended.at)
+        run.end(60, code=0)
+        site.check_nothing_left()
 
 
 def test_a_host_that_disappears_is_named(hosts: Hosts) -> None:
@@ -67,6 +65,5 @@ def test_a_host_that_disappears_is_named(hosts: Hosts) -> None:
         hosts.join(up=False)
         run.line(f"hpcdask: error: rank 1 on {hosts.names[1]}", stream="err", timeout=120)
         hosts.join(up=True)  # mpiexec waits for its ssh to the lost host, however long
-        ended = run.end(120)
-        assert ended.code != 0
-        site.check_nothing_left(ended.at, within=30)
+        assert run.end(120).code != 0
+        site.check_nothing_left(within=30)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import hpcdask
-from clock import clock
 from launching import Launcher, made_by_hpcdask, openmpi_launcher, wait_for, walk
 from running import Site
 from slurm_site import SlurmSite
@@ -95,7 +94,7 @@ def folder(slurm_programs: None) -> Iterator[Folder]:
     """At the end, no process of its jobs and no key may remain."""
     with SlurmSite(nodes=8, gpus_per_node=2, requeue_wait_s=5) as slurm, Folder(slurm) as folder:
         yield folder
-        folder.check_nothing_left(clock(), within=10)
+        folder.check_nothing_left()
         assert not list(folder.folder.glob("*json*"))
 
 

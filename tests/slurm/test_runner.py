@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from clock import clock, stretched
+from clock import stretched
 from launching import (
     Launcher,
     mpich_launcher,
@@ -69,10 +69,10 @@ class Desk(Site):
         self.slurm = slurm
         (self.folder / "count.py").write_text(COUNT)
 
-    def srun(self, options: str, *words: str, n: int = 2, find: bool = False, **kwargs) -> Running:
+    def srun(self, options: str, *words: str, **kwargs) -> Running:
         """Start ``srun OPTIONS -n N python -m hpcdask.run WORDS``."""
         self.launcher.prefix = ["srun", *options.split()]
-        return self.start(*words, n=n, find=find, **kwargs)
+        return self.start(*words, **kwargs)
 
     def sbatch(self, *options: str, script: str) -> tuple[int, Path]:
         """Submit a script; return the job's id and the file of all it prints."""
@@ -108,7 +108,7 @@ def desk(slurm: SlurmSite) -> Iterator[Desk]:
     """At the end of the test none of its processes and folders may remain."""
     with Desk(slurm) as desk:
         yield desk
-        desk.check_nothing_left(clock(), within=5)
+        desk.check_nothing_left()
 
 
 def variables_of(launcher: Launcher) -> dict[str, str]:
@@ -190,7 +190,7 @@ def test_a_batch_script_without_srun(desk: Desk, mpi, options: str, shape: str, 
 
 
 def test_a_program_killed_by_a_signal(desk: Desk):
-    ended = desk.srun("-N2", "ends.py", "SIGKILL", find=True).end(30)
+    ended = desk.srun("-N2", "ends.py", "SIGKILL").end(30)
     assert ended.code == 128 + signal.SIGKILL, str(ended)
 
 
@@ -199,16 +199,14 @@ def test_a_program_killed_by_a_signal(desk: Desk):
     [("-N2", 1, ["--workers-min", "2"]), pytest.param("-N1", 0, [], marks=pytest.mark.long)],
 )
 def test_a_killed_rank_ends_the_run(desk: Desk, nodes: str, index: int, options: list[str]):
-    run = desk.srun(f"{nodes} --mem=2G", *options, "waits.py", find=True)
+    run = desk.srun(f"{nodes} --mem=2G", *options, "waits.py")
     run.line("ready")
-    killed = clock()
     desk.rank(index).kill()
     ended = run.end()
-    assert ended.at - killed < 10
     assert ended.code != 0
     (error,) = ended.errors
     assert f"rank {index} on {HOST}" in error
-    desk.check_nothing_left(killed, within=10)
+    desk.check_nothing_left()
 
 
 def test_a_killed_rank_with_enough_workers_left(desk: Desk):
@@ -228,7 +226,7 @@ def test_a_killed_rank_with_enough_workers_left(desk: Desk):
 @pytest.mark.long
 def test_a_run_that_ends_does_not_go_on(desk: Desk):
     """Regression: "The run ends", and "the run goes on" for the rank that was lost next."""
-    run = desk.srun("-N2 --mem=2G", "--workers-min", "1", "waits.py", "ignore", find=True)
+    run = desk.srun("-N2 --mem=2G", "--workers-min", "1", "waits.py", "ignore")
     os.kill(json.loads(run.line("ready"))["scheduler"], signal.SIGKILL)
     assert "The run ends" in run.line("hpcdask: error: ", stream="err")
     with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # it may have ended
@@ -242,7 +240,7 @@ def test_a_run_that_ends_does_not_go_on(desk: Desk):
 @pytest.mark.long
 def test_what_a_cancelled_step_leaves_is_swept_by_the_next_run(desk: Desk):
     """SLURM kills all of a step's processes at once, the janitors too."""
-    run = desk.srun("-N2", "waits.py", find=True)
+    run = desk.srun("-N2", "waits.py")
     run.line("ready")
     (name,) = desk.slurm.run("squeue", "-h", "-s", "-o", "%i").stdout.split()
     desk.slurm.run("scancel", name)
@@ -260,7 +258,7 @@ def test_the_file_and_keys_of_a_cancelled_job_go_with_it(desk: Desk):
     assert Path(f"{file}.keys").is_file()
     desk.slurm.run("scancel", str(job))
     desk.slurm.wait_for_state(job, "CANCELLED")
-    desk.check_nothing_left(clock(), within=10)
+    desk.check_nothing_left()
     assert not file.exists(), output.read_text()
 
 
@@ -271,7 +269,7 @@ def test_a_job_that_is_killed_at_once_leaves_nothing(desk: Desk):
     desk.slurm.run("scancel", "--signal=KILL", "--full", str(job))
     over = ("RUNNING", "COMPLETING")
     wait_for(lambda: desk.slurm.state(job) not in over, 20, "the job's end")
-    desk.check_nothing_left(clock(), within=10)
+    desk.check_nothing_left()
 
 
 def test_a_requeued_job_meets_again(desk: Desk):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import dask.array as da
 import neighbour
-from common import show, stamp
+from common import show
 from dask import delayed
 from distributed import Client
 
@@ -34,4 +34,3 @@ found = {
     "module beside the script": client.submit(neighbour.triple, 3).result(),
 }
 show("found", found)
-stamp()
