@@ -50,9 +50,8 @@ def test_a_fork_has_them_and_ucx_starts_there():
         assert os.environ["UCX_LOG_FILE"] == "stderr"  # UCX has read it by now
         if pid := os.fork():
             sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        from ucxx._lib import libucxx
-        features = (libucxx.Feature.TAG, libucxx.Feature.WAKEUP)
-        libucxx.UCXWorker(libucxx.UCXContext({"TLS": "tcp"}, features))
+        from hpcdask.upstream import ucxx
+        ucxx.start()
         assert code() == hooked
         """
     )
