@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +76,7 @@ def lose_the_node(client) -> None:
     try:
         hpcdask.gang(stay, client=client, shared={"shared": shared}, timeout=300, grace=1)
     except GangError as error:
-        print(json.dumps([str(error), error.host, time.time()]), flush=True)
+        print(json.dumps([str(error), error.host]), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from chaos.hosts import Hosts
-from clock import stretched
 from launching import clean_environment, wait_for, walk
 
 PROGRAM = Path(__file__).with_name("elsewhere.py")
@@ -78,13 +76,11 @@ def test_a_node_that_is_lost_ends_a_gang(hosts: Hosts, shared: Path):
         return len(list(shared.glob("runs-*"))) == 2
 
     wait_for(ready, 180, "two ranks")
-    began = time.time()
     hosts.join(up=False)
-    text, name, at = json.loads(program.stdout.readline())
+    text, name = json.loads(program.stdout.readline())
     assert name == hosts.names[1]
     assert " of 2 failed on worker " in text
     assert "its node was lost" in text
-    assert at - began < stretched(90)  # of which 30 s are distributed.comm.timeouts.tcp
     program.communicate(timeout=180)
     assert program.returncode == 0
 
