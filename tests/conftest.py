@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,9 @@ import pytest
 
 from chaos.hosts import Hosts, missing
 from launching import (
-    Launcher,
     describe,
     end,
     leftovers,
-    mpich_launcher,
-    openmpi_launcher,
     unavailable,
     wait_for,
 )
@@ -129,32 +126,3 @@ def marker(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         lines = describe(left)
         end(left)
         assert not left, lines
-
-
-@contextmanager
-def nothing_left(make: Callable[[], Launcher]) -> Iterator[Launcher]:
-    launcher = make()
-    try:
-        yield launcher
-    finally:
-        launcher.close()
-
-
-@pytest.fixture
-def openmpi() -> Iterator[Launcher]:
-    """Open MPI's mpirun; at the end of the test none of its processes may remain."""
-    with nothing_left(openmpi_launcher) as launcher:
-        yield launcher
-
-
-@pytest.fixture
-def mpich() -> Iterator[Launcher]:
-    """MPICH's mpiexec; at the end of the test none of its processes may remain."""
-    with nothing_left(mpich_launcher) as launcher:
-        yield launcher
-
-
-@pytest.fixture(params=["openmpi", "mpich"])
-def mpi(request: pytest.FixtureRequest) -> Launcher:
-    """Each of the two MPIs in turn."""
-    return request.getfixturevalue(request.param)

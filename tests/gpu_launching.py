@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ import pytest
 import hpcdask
 from hpcdask.comm import fabric
 from hpcdask.gpu.devices import Gpu
-from launching import Launcher, Result
+from launching import Launcher
+from running import Ended, Site, no_launcher
 
 RUN = (sys.executable, "-m", "hpcdask.run")
 #: Exchanges blocks between the workers, checks them, and goes on with "stay" among its words.
@@ -63,7 +63,7 @@ def launch(
     timeout: float = 90,
     wrapper: str = "",
     env: dict[str, str] | None = None,
-) -> Result:
+) -> Ended:
     """Run ``python -m hpcdask.run OPTIONS`` under the mpirun on PATH.
 
     What hangs is ended, and tells the stacks of its threads.
@@ -82,15 +82,13 @@ def launch(
     if ranks and shutil.which("mpirun") is None:
         pytest.fail("no mpirun on PATH")
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    prefix = ["mpirun", "--oversubscribe"] if ranks else ["sh", "-c", 'shift 2; exec "$@"', "sh"]
+    prefix = ["mpirun", "--oversubscribe"] if ranks else no_launcher().prefix
     launcher = Launcher("mpirun", prefix, {**os.environ, **allowed, "PYTHONFAULTHANDLER": "1"})
-    shell = ["sh", "-c", f'{wrapper}; exec "$@"', "sh"] if wrapper else []
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, "program.py")
-        script.write_text(program)
-        command = [*shell, *RUN, *options, *([str(script), *words] if program else ())]
-        done = launcher.run(ranks, *command, timeout=timeout, env=env)
-    assert done.code == code if code is not None else done.code, done.err
+    runner = [*(["sh", "-c", f'{wrapper}; exec "$@"', "sh"] if wrapper else ()), *RUN]
+    asked = {"n": ranks, "program": program, "words": words, "env": env}
+    with Site(launcher) as site:
+        done = site.start(*options, device="auto", runner=runner, **asked).end(timeout, code)
+    assert code is not None or done.code
     return done
 
 

@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -201,15 +199,6 @@ def end(processes: Iterable[psutil.Process]) -> None:
             process.kill()  # psutil refuses an id that another process has taken over
 
 
-@dataclass(frozen=True)
-class Result:
-    """How a command ended."""
-
-    code: int  # negative: the signal that ended it
-    out: str
-    err: str
-
-
 class Launcher:
     """Starts ranks with one MPI's launcher.
 
@@ -243,55 +232,9 @@ class Launcher:
         command = [*self.prefix, "-n", str(n), *map(os.fspath, args)]
         return subprocess.Popen(command, env={**self.env, **(env or {})}, **options)
 
-    def run(
-        self,
-        n: int,
-        *args: str | os.PathLike[str],
-        env: Mapping[str, str] | None = None,
-        stdin: str | None = None,
-        timeout: float = 60,
-        **kwargs,
-    ) -> Result:
-        """Run `n` ranks of the program `args` to their end, with `stdin` as rank 0's input.
-
-        A launch that hangs (`timeout` is meant as in `wait_for`) is killed and fails the test with
-        its output, which ends with what each thread was doing where PYTHONFAULTHANDLER is set.
-        """
-        kwargs.setdefault("stdin", subprocess.DEVNULL if stdin is None else subprocess.PIPE)
-        timeout *= PATIENCE
-        process = self.popen(n, *args, env=env, **kwargs)
-        try:
-            out, err = process.communicate(stdin, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            running = describe(leftovers(self.marker))
-            if "PYTHONFAULTHANDLER" in self.env:
-                for hung in reversed(leftovers(self.marker)):  # those that others would end first
-                    if "python" in name_of(hung):
-                        with contextlib.suppress(psutil.Error):
-                            hung.send_signal(signal.SIGABRT)
-                        time.sleep(0.2)  # each writes its stacks by itself
-            end(leftovers(self.marker))
-            out, err = process.communicate()
-            pytest.fail(
-                f"{self.name}: not over after {timeout:g} s: {' '.join(map(str, process.args))}\n"
-                f"--- running\n{running}\n--- stdout\n{out}\n--- stderr\n{err}"
-            )
-        except BaseException:
-            end(leftovers(self.marker))
-            raise
-        return Result(process.returncode, out or "", err or "")
-
     def leftovers(self) -> list[psutil.Process]:
         """Return the processes of this launcher's runs that still live."""
         return leftovers(self.marker)
-
-    def close(self, timeout: float = 5) -> None:
-        """Fail if processes remain after `timeout` seconds of `clock`, and end them."""
-        remaining = what_stays(self.leftovers, timeout)
-        lines = describe(remaining)
-        end(remaining)
-        if lines:
-            pytest.fail(f"{self.name} left processes behind:\n{lines}", pytrace=False)
 
 
 def openmpi_launcher() -> Launcher:

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -198,6 +199,12 @@ class Running:
 
     def _give_up(self, why: str) -> None:
         running = describe(self.site.processes())
+        if "PYTHONFAULTHANDLER" in self.site.launcher.env:
+            for hung in reversed(self.site.processes()):  # those that others would end first
+                with contextlib.suppress(psutil.Error):
+                    if "python" in hung.name():
+                        hung.send_signal(signal.SIGABRT)
+                        time.sleep(0.2)  # each writes its stacks by itself
         end(self.site.processes())
         self.process.wait()
         pytest.fail(f"{why}\n--- running\n{running}\n{self._output()}")
@@ -244,6 +251,7 @@ class Site:
         *arguments: str | os.PathLike[str],
         n: int = 2,
         program: str = "",
+        words: Sequence[str] = (),
         device: str = "cpu",
         terminal: bool = False,
         runner: Sequence[str] = ("python", "-m", "hpcdask.run"),
@@ -252,8 +260,8 @@ class Site:
         """Start `python -m hpcdask.run --device cpu ARGUMENTS` on `n` ranks, in this folder.
 
         An argument ``NAME.py`` that is not in the folder is one of the tests' programs. `program`
-        is the text of another one, which comes last. With `terminal` the run has a terminal of its
-        own as standard input, to which `Running.type` types.
+        is the text of another one, which comes last, with these words. With `terminal` the run has
+        a terminal of its own as standard input, to which `Running.type` types.
         """
         command = [*runner, "--device", device]
         for argument in arguments:
@@ -262,7 +270,7 @@ class Site:
             command.append(str(argument if given else known))
         if program:
             (self.folder / "program.py").write_text(program)
-            command.append("program.py")
+            command += ["program.py", *words]
         if not terminal:
             return self.popen(*command, n=n, **kwargs)
         ours, theirs = pty.openpty()

@@ -14,6 +14,7 @@ import pytest
 from clock import stretched
 from launching import clean_environment
 from listeners import free_range, text
+from running import Site, under
 
 pytestmark = pytest.mark.mpi
 
@@ -77,8 +78,9 @@ def test_for_the_cpu_nothing_is_said_of_gpus(tmp_path: Path):
     assert "tcp: workers compute on the CPU" in transport["value"]
 
 
-def test_under_mpirun_there_is_one_report(mpi):
-    done = mpi.run(2, *DOCTOR, "--json", env={"UCX_TLS": "tcp"})
+@under("openmpi", "mpich")
+def test_under_mpirun_there_is_one_report(site: Site):
+    done = site.popen(*DOCTOR, "--json", n=2, env={"UCX_TLS": "tcp"}).end(60)
     made = parse(done.out)
     assert done.code == made["exit_code"], done.err
     assert made["ranks"] == 2
@@ -87,18 +89,17 @@ def test_under_mpirun_there_is_one_report(mpi):
     (ranks,) = of_topic(made, "ranks")
     assert ranks["value"].startswith("2: 2 on ")
     (mpi4py,) = of_topic(made, "mpi4py")
-    assert (mpi4py["status"], mpi.name in mpi4py["value"]) == ("ok", True)
+    assert (mpi4py["status"], site.launcher.name in mpi4py["value"]) == ("ok", True)
     assert "hpcdask: error" not in done.err
     assert len(of_topic(made, "/dev/shm")) == 1
+    site.check_nothing_left()
 
 
-def test_a_rank_that_does_not_arrive_is_named(mpich):
-    limit = stretched(1)
-    options = ("--json", "--timeout", str(limit))
-    done = mpich.run(2, "sh", "-c", ONE_STAYS_AWAY, "sh", *DOCTOR, *options)
-    assert done.code == 2, done.err
-    made = parse(done.out)
-    (ranks,) = of_topic(made, "ranks")
+@under("mpich")
+def test_a_rank_that_does_not_arrive_is_named(site: Site):
+    options = ("--json", "--timeout", str(stretched(1)))
+    done = site.popen("sh", "-c", ONE_STAYS_AWAY, "sh", *DOCTOR, *options, n=2).end(60, code=2)
+    (ranks,) = of_topic(parse(done.out), "ranks")
     assert ranks["status"] == "error"
     assert "rank 1 of 2 did not arrive" in ranks["value"]
 

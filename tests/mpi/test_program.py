@@ -26,8 +26,8 @@ def facts_of(ended: Ended) -> dict:
 
 def buffered_in_a_rank(site: Site) -> list[bool] | None:
     """What a rank sees without hpcdask; now and then mpirun loses what a short program prints."""
-    done = site.launcher.run(1, "python", PROGRAMS / "facts.py", env={"READ_STDIN": "0"})
-    assert done.code == 0, done.err
+    run = site.popen("python", PROGRAMS / "facts.py", env={"READ_STDIN": "0"})
+    done = run.end(code=0)
     return json.loads(done.out.removeprefix("facts"))["buffered"] if done.out else None
 
 
