@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
+import sys
 import tarfile
 import tomllib
 import zipfile
 from email import message_from_bytes
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from building import ROOT, Built, build
+from launching import unavailable
 
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return build(tmp_path_factory.mktemp("built"))
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source distribution, and the wheel that was made from it."""
+    folder = tmp_path_factory.mktemp("built")
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    if find_spec("hatchling") is None:
+        tools = env["PYTHONPATH"] = str(folder / "tools")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile"]
+        if subprocess.run([*command, "--target", tools, "hatchling>=1.24"], check=False).returncode:
+            unavailable("hatchling is not installed, and pip cannot install it")
+
+    def make(kind: str, pattern: str, source: Path) -> Path:
+        command = [sys.executable, "-m", "hatchling", "build", "--target", kind]
+        done = subprocess.run(
+            [*command, "--directory", folder], cwd=source, env=env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        (path,) = folder.glob(pattern)
+        return path
+
+    sdist = make("sdist", "*.tar.gz", ROOT)
+    (folder / "source").mkdir()
+    subprocess.run(["tar", "-xf", sdist, "-C", folder / "source"], check=True)
+    (source,) = (folder / "source").iterdir()
+    return sdist, make("wheel", "*.whl", source)
 
 
-def test_wheel(built: Built):
-    with zipfile.ZipFile(built.wheel) as archive:
+def test_wheel(built: tuple[Path, Path]):
+    _, wheel = built
+    with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (name for name in names if name.endswith("/METADATA"))
         told = message_from_bytes(archive.read(metadata))
@@ -38,7 +66,7 @@ def test_wheel(built: Built):
     assert "hpcdask = hpcdask.cli:main" in scripts
     assert f"{info}/licenses/LICENSE" in names
 
-    assert built.wheel.name.endswith("-py3-none-any.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
     assert told["Requires-Python"].replace(" ", "") in (">=3.11,<3.15", "<3.15,>=3.11")
     assert told["License-Expression"] == "BSD-3-Clause"
     assert set(told.get_all("Provides-Extra")) == set(PROJECT["project"]["optional-dependencies"])
@@ -48,8 +76,8 @@ def test_wheel(built: Built):
     assert "python -m hpcdask.run" in told.get_payload()
 
 
-def test_source_distribution(built: Built):
-    with tarfile.open(built.sdist) as tar:
+def test_source_distribution(built: tuple[Path, Path]):
+    with tarfile.open(built[0]) as tar:
         members = {Path(*Path(member.name).parts[1:]): member for member in tar}
     names = set(map(str, members))
     wanted = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]

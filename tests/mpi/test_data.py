@@ -7,16 +7,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from launching import unavailable
 from running import PROGRAMS, Site, under
+from tunnel import forward
 
 pytestmark = pytest.mark.mpi
 
@@ -40,40 +37,6 @@ def test_the_user_s_choice_of_the_way_stands(site: Site, choice: str):
     assert site.run(program=program, env=env).out.split() == [choice, "1"]
 
 
-@contextmanager
-def way_out(folder: Path, address: str) -> Iterator[str]:
-    """The path of a Unix socket that leads to an address, from any network."""
-    target = urlsplit(address)
-    path = str(folder / "tunnel")
-
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
-
-    def serve() -> None:
-        while True:
-            try:
-                near, _ = listener.accept()
-            except OSError:
-                return
-            far = socket.create_connection((target.hostname, target.port))
-            for ends in ((near, far), (far, near)):
-                threading.Thread(target=pump, args=ends, daemon=True).start()
-
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        threading.Thread(target=serve, daemon=True).start()
-        try:
-            yield path
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-
-
 @under("alone")
 def test_a_client_behind_a_tunnel_uses_the_scheduler_and_says_so_once(site: Site):
     isolated = ["unshare", "--net", "--map-root-user"]
@@ -81,16 +44,20 @@ def test_a_client_behind_a_tunnel_uses_the_scheduler_and_says_so_once(site: Site
         unavailable("no network namespaces")
     run = site.start("--scheduler-file", "cluster.json")
     run.line("hpcdask: scheduler at", stream="err", timeout=120)
-    file = site.folder / "cluster.json"
-    address = json.loads(file.read_text())["address"]
-    with way_out(site.folder, address) as path:
+    file, way_out = site.folder / "cluster.json", site.folder / "tunnel"
+    there = urlsplit(json.loads(file.read_text())["address"])
+    with socket.socket(socket.AF_UNIX) as listener:  # which any network reaches
+        listener.bind(str(way_out))
+        listener.listen()
+        forward(listener, lambda: socket.create_connection((there.hostname, there.port)))
         done = subprocess.run(
-            [*isolated, sys.executable, PROGRAMS / "tunnelled.py", file, path],
+            [*isolated, sys.executable, PROGRAMS / "tunnelled.py", file, way_out],
             env=site.launcher.env,
             capture_output=True,
             text=True,
             timeout=120,
         )
+        listener.shutdown(socket.SHUT_RDWR)
     assert done.returncode == 0, done.stderr
     assert done.stdout == 'result {"sum": 3, "direct": null}\n'
     assert done.stderr.count("hpcdask: results and scattered data go through the scheduler") == 1

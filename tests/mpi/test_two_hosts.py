@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -57,11 +58,19 @@ def test_a_client_of_the_other_host_by_a_scheduler_file(hosts: Hosts) -> None:
         site.check_nothing_left()
 
 
-def test_a_host_that_disappears_is_named(hosts: Hosts) -> None:
+def test_a_network_that_is_lost_for_a_while_ends_no_run_and_a_lost_host_is_named(
+    hosts: Hosts,
+) -> None:
+    """Regression: ten seconds ended the run."""
     with Site(over(hosts, "mpich")) as site:
-        quick = {"DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "15s"}
+        quick = {"DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "25s"}
         run = site.start("two_hosts.py", "stay", env=quick)
         run.line("computed", timeout=120)
+        hosts.join(up=False)
+        time.sleep(12)
+        hosts.join(up=True)
+        since = len(run.lines["out"])
+        run.wait_for(lambda: len(run.lines["out"]) > since + 20, "more results", timeout=60)
         hosts.join(up=False)
         run.line(f"hpcdask: error: rank 1 on {hosts.names[1]}", stream="err", timeout=120)
         hosts.join(up=True)  # mpiexec waits for its ssh to the lost host, however long

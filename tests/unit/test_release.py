@@ -10,8 +10,8 @@ from pathlib import Path
 import yaml
 
 import hpcdask
-from building import ROOT
 
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MINORS = [line[-4:] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d\d$", line)]
 

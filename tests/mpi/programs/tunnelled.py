@@ -1,58 +1,34 @@
 """A client whose network has nothing but a tunnel to the scheduler, like a laptop's by ssh -L."""
 
-import asyncio
 import fcntl
 import json
 import socket
 import struct
 import sys
-import threading
 from pathlib import Path
 
 from common import show
 
 import hpcdask
+from tunnel import forward
 
 SIOCSIFFLAGS, UP = 0x8914, 0x41
+file, way_out = sys.argv[1:]
 
 
-def start_loopback() -> None:
-    with socket.socket() as some:
-        fcntl.ioctl(some, SIOCSIFFLAGS, struct.pack("16sh", b"lo", UP))
-
-
-async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-    except OSError:
-        pass
-    finally:
-        writer.close()
-
-
-async def forward(way_out: str, ports: list[int], ready: threading.Event) -> None:
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        theirs, mine = await asyncio.open_unix_connection(way_out)
-        await asyncio.gather(copy(reader, mine), copy(theirs, writer))
-
-    server = await asyncio.start_server(handle, "127.0.0.1")
-    ports.append(server.sockets[0].getsockname()[1])
-    ready.set()
-    await server.serve_forever()
+def connect() -> socket.socket:
+    far = socket.socket(socket.AF_UNIX)
+    far.connect(way_out)
+    return far
 
 
 if __name__ == "__main__":
-    file, way_out = sys.argv[1:]
-    start_loopback()
-    ports, ready = [], threading.Event()
-    threading.Thread(
-        target=lambda: asyncio.run(forward(way_out, ports, ready)), daemon=True
-    ).start()
-    ready.wait(60)
+    with socket.socket() as some:  # starts the loopback of this network
+        fcntl.ioctl(some, SIOCSIFFLAGS, struct.pack("16sh", b"lo", UP))
+    near = socket.create_server(("127.0.0.1", 0))
+    forward(near, connect)
     content = json.loads(Path(file).read_text())
-    content["address"] = f"tls://127.0.0.1:{ports[0]}"
+    content["address"] = f"tls://127.0.0.1:{near.getsockname()[1]}"
     own = Path(file).with_name("tunnel.json")
     own.write_text(json.dumps(content))
     own.chmod(0o600)

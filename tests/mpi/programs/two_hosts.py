@@ -27,7 +27,7 @@ def main() -> None:
         np.testing.assert_array_equal(rows.compute(), numbers)
         print("computed", flush=True)
         while "stay" in sys.argv:
-            client.submit(abs, time.time()).result()
+            print("computed", client.submit(abs, time.time()).result(), flush=True)
             time.sleep(0.1)
 
 
