@@ -11,111 +11,80 @@ from hypothesis import strategies as st
 from hpcdask.bootstrap.ranks import detect
 from hpcdask.queues.environment import job_id
 
-OPENMPI = {
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "PMIX_NAMESPACE": "prterun-node1-26652@1",
-    "PMIX_RANK": "3",
-}
-MPICH = {
-    "HYDI_CONTROL_FD": "7",
-    "MPI_LOCALNRANKS": "2",
-    "MPI_LOCALRANKID": "1",
-    "PMI_FD": "9",
-    "PMI_HOSTNAME": "node1",
-    "PMI_RANK": "3",
-    "PMI_SIZE": "4",
-}
-INTEL = {
-    "I_MPI_HYDRA_TOPOLIB": "hwloc",
-    "I_MPI_INFO_NP": "4",
-    "MPI_LOCALNRANKS": "2",
-    "MPI_LOCALRANKID": "1",
-    "PMI_FD": "6",
-    "PMI_RANK": "3",
-    "PMI_SIZE": "4",
-}
-MVAPICH = {
-    "MPISPAWN_MPIRUN_ID": "8861",
-    "MV2_COMM_WORLD_LOCAL_RANK": "1",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
-    "MV2_COMM_WORLD_RANK": "3",
-    "MV2_COMM_WORLD_SIZE": "4",
-    "PMI_ID": "3",
-    "PMI_PORT": "node1:42817",
-    "PMI_SIZE": "4",
-}
-PALS = {
-    "PALS_APID": "5b1b1a6c-8f3a-4a17-a5d6-0f5f2a3d6f0e",
-    "PALS_DEPTH": "8",
-    "PALS_LOCAL_RANKID": "1",
-    "PALS_LOCAL_SIZE": "2",
-    "PALS_NODEID": "1",
-    "PALS_RANKID": "3",
-    "PMI_CONTROL_PORT": "11999",
-    "PMI_LOCAL_RANK": "1",
-    "PMI_LOCAL_SIZE": "2",
-    "PMI_RANK": "3",
-    "PMI_SIZE": "4",
-}
+
+def recorded(text: str) -> dict[str, str]:
+    """Return variables as ``env`` shows them."""
+    return dict(word.split("=", 1) for word in text.split())
+
+
+OPENMPI = recorded(
+    """
+    OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1
+    OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 PMIX_NAMESPACE=prterun-node1-26652@1
+    PMIX_RANK=3
+    """
+)
+MPICH = recorded(
+    """
+    HYDI_CONTROL_FD=7 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 PMI_FD=9 PMI_HOSTNAME=node1
+    PMI_RANK=3 PMI_SIZE=4
+    """
+)
+INTEL = recorded(
+    """
+    I_MPI_HYDRA_TOPOLIB=hwloc I_MPI_INFO_NP=4 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 PMI_FD=6
+    PMI_RANK=3 PMI_SIZE=4
+    """
+)
+MVAPICH = recorded(
+    """
+    MPISPAWN_MPIRUN_ID=8861 MV2_COMM_WORLD_LOCAL_RANK=1 MV2_COMM_WORLD_LOCAL_SIZE=2
+    MV2_COMM_WORLD_RANK=3 MV2_COMM_WORLD_SIZE=4 PMI_ID=3 PMI_PORT=node1:42817 PMI_SIZE=4
+    """
+)
+PALS = recorded(
+    """
+    PALS_APID=5b1b1a6c-8f3a-4a17-a5d6-0f5f2a3d6f0e PALS_DEPTH=8 PALS_LOCAL_RANKID=1
+    PALS_LOCAL_SIZE=2 PALS_NODEID=1 PALS_RANKID=3 PMI_CONTROL_PORT=11999 PMI_LOCAL_RANK=1
+    PMI_LOCAL_SIZE=2 PMI_RANK=3 PMI_SIZE=4
+    """
+)
 # flux run -N2 -n4; on Crays, Flux has a plugin that sets PALS's variables, too
-FLUX = {
-    "FLUX_ENCLOSING_ID": "\u0192D2e73NP",
-    "FLUX_JOB_ID": "\u0192DCB6RV",
-    "FLUX_JOB_NNODES": "2",
-    "FLUX_JOB_SIZE": "4",
-    "FLUX_TASK_LOCAL_ID": "1",
-    "FLUX_TASK_RANK": "3",
-    "PMI_FD": "9",
-    "PMI_RANK": "3",
-    "PMI_SIZE": "4",
-}
-BATCH = {
-    "SLURM_CPUS_ON_NODE": "2",
-    "SLURM_GTIDS": "0",
-    "SLURM_JOB_ID": "11",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_LOCALID": "0",
-    "SLURM_NNODES": "2",
-    "SLURM_NODEID": "0",
-    "SLURM_NPROCS": "4",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "0",
-    "SLURM_TASKS_PER_NODE": "2(x2)",
-}
-SRUN = {
-    **BATCH,
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_PROCID": "3",
-    "SLURM_STEPID": "0",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-}
+FLUX = recorded(
+    """
+    FLUX_ENCLOSING_ID=ƒD2e73NP FLUX_JOB_ID=ƒDCB6RV FLUX_JOB_NNODES=2 FLUX_JOB_SIZE=4
+    FLUX_TASK_LOCAL_ID=1 FLUX_TASK_RANK=3 PMI_FD=9 PMI_RANK=3 PMI_SIZE=4
+    """
+)
+BATCH = recorded(
+    """
+    SLURM_CPUS_ON_NODE=2 SLURM_GTIDS=0 SLURM_JOB_ID=11 SLURM_JOB_NUM_NODES=2 SLURM_LOCALID=0
+    SLURM_NNODES=2 SLURM_NODEID=0 SLURM_NPROCS=4 SLURM_NTASKS=4 SLURM_PROCID=0
+    SLURM_TASKS_PER_NODE=2(x2)
+    """
+)
+SRUN = BATCH | recorded(
+    """
+    SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_PROCID=3 SLURM_STEPID=0 SLURM_STEP_ID=0
+    SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2)
+    """
+)
 PMI2 = {"PMI_FD": "13", "PMI_JOBID": "11.0", "PMI_RANK": "3", "PMI_SIZE": "4"}
 PMIX = {"PMIX_NAMESPACE": "slurm.pmix.11.0", "PMIX_RANK": "3", "PMIX_SERVER_TMPDIR": "/x"}
 CRAY = {"PMI_CONTROL_PORT": "20000", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "PMI_RANK": "3"}
 # srun --pty bash
-SHELL_BY_SRUN = {
-    **SRUN,
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_PROCID": "0",
-    "SLURM_PTY_PORT": "40000",
-}
+SHELL_BY_SRUN = SRUN | recorded(
+    """
+    SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_PTY_PORT=40000
+    """
+)
 # mpirun in a batch script starts its daemons, and with them the ranks, by srun: one task a node
-BY_SRUN = {
-    **BATCH,
-    "SLURM_NODEID": "1",
-    "SLURM_PROCID": "1",
-    "SLURM_STEP_ID": "1",
-    "SLURM_STEP_NUM_TASKS": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-}
+BY_SRUN = BATCH | recorded(
+    """
+    SLURM_NODEID=1 SLURM_PROCID=1 SLURM_STEP_ID=1 SLURM_STEP_NUM_TASKS=2
+    SLURM_STEP_TASKS_PER_NODE=1(x2)
+    """
+)
 
 
 @pytest.mark.parametrize(
