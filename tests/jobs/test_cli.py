@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fake_notebook import Notebook
+from fake_notebook import Notebook, pretend
 from hpcdask.jobs.folder import ClusterFolder
 from launching import leftovers, run_cli
 
@@ -121,15 +121,9 @@ def test_down_of_a_name(user):
     assert len(processes(left)) >= 2
 
 
-def elsewhere(folder: ClusterFolder, **change: str) -> None:
-    """Have it look as if its notebook ran elsewhere."""
-    path = folder.path / "cluster.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-
-
 def test_a_notebook_that_cannot_be_seen_is_taken_for_alive(user):
     folder = user.cluster()
-    elsewhere(folder, space="pid:[1]")
+    pretend(folder, space="pid:[1]")
     assert user.jobs(folder)[next(iter(folder.submitted()))]["lives"] is None
     done = user.hpcdask("down", "--dead", "--yes")
     assert "cannot be seen from here (--dead --all counts it as gone). To cancel:" in done.stdout
@@ -143,7 +137,7 @@ def test_a_notebook_that_cannot_be_seen_is_taken_for_alive(user):
 def test_a_cluster_without_jobs(user):
     """On another machine; then on this one, without a question; then a month later."""
     folder = user.left_cluster(jobs=0)
-    elsewhere(folder, host="laptop")
+    pretend(folder, host="laptop")
     hint = f"{folder.name}: its jobs are processes of laptop. There: hpcdask"
     assert f"{hint} list --jobs" in user.hpcdask("list", "--jobs").stderr
     assert hint not in user.hpcdask("down", "--dead").stderr
@@ -151,19 +145,19 @@ def test_a_cluster_without_jobs(user):
     assert f"hpcdask: error: {hint} down {folder.name}" in done.stderr
     assert folder.keys.exists()
 
-    elsewhere(folder, host=socket.gethostname())
+    pretend(folder, host=socket.gethostname())
     user.hpcdask("down", "--dead")
     assert not folder.keys.exists()
     assert ClusterFolder.open(folder.path).ended is not None
 
-    elsewhere(folder, ended=time.time() - 31 * 86400)
+    pretend(folder, ended=time.time() - 31 * 86400)
     assert f"ended long ago: {folder.name}" in user.hpcdask("down", "--dead").stdout
     assert not folder.path.exists()
 
 
 def test_a_queue_that_does_not_answer_is_an_error(user):
     left = user.left_cluster()
-    elsewhere(user.left_cluster(jobs=0), queue="lsf")
+    pretend(user.left_cluster(jobs=0), queue="lsf")
     done = user.hpcdask("list", "--jobs", code=1)
     assert "there is no bsub on this machine, so nothing is known of the jobs of LSF" in done.stderr
     assert next(iter(left.submitted())) in done.stdout

@@ -29,13 +29,8 @@ ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_in
 PROGRAM = Path(__file__).with_name("attached.py")
 
 
-@pytest.fixture
-def base(folder: Path) -> Path:
-    return folder
-
-
-def make(base: Path, **keywords):
-    usual = {"name": "mine", "detached": True, "shared_temp_directory": str(base)}
+def make(folder: Path, **keywords):
+    usual = {"name": "mine", "detached": True, "shared_temp_directory": str(folder)}
     return hpcdask.LocalCUDAJobCluster(**{**ONE, **usual, **keywords})
 
 
@@ -48,10 +43,10 @@ def hpcdask_cli(*words: str, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_killed_notebook_loses_nothing_and_runs_nothing_twice(base: Path, tmp_path: Path):
+def test_a_killed_notebook_loses_nothing_and_runs_nothing_twice(folder: Path, tmp_path: Path):
     ran = tmp_path / "ran"
     ran.mkdir()
-    with make(base, n_workers=2):
+    with make(folder, n_workers=2):
         pass  # the notebook that made it goes
     command = [sys.executable, PROGRAM, "mine", ran, "200"]
     notebook = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -70,11 +65,11 @@ def test_a_killed_notebook_loses_nothing_and_runs_nothing_twice(base: Path, tmp_
 
 
 @pytest.mark.long
-def test_groups_by_the_command_line(base: Path, tmp_path: Path):
+def test_groups_by_the_command_line(folder: Path, tmp_path: Path):
     """The logs of jobs go where the user wants them, and one group that fails is not all."""
     logs = tmp_path / "logs"
     groups = {"one": {}, "two": {}, "bad": {"python": "/no/such/python"}}
-    with make(base, groups=groups, log_directory=str(logs)) as cluster:
+    with make(folder, groups=groups, log_directory=str(logs)) as cluster:
         shown = hpcdask_cli("scale", "mine", "one=1", "two=1")
         assert "1 one" in shown
         assert "1 two" in shown
@@ -91,8 +86,8 @@ def test_groups_by_the_command_line(base: Path, tmp_path: Path):
         cluster.shutdown()
 
 
-def test_two_notebooks_see_the_same(base: Path, capfd: pytest.CaptureFixture[str]):
-    with make(base) as one, hpcdask.attach("mine") as other:
+def test_two_notebooks_see_the_same(folder: Path, capfd: pytest.CaptureFixture[str]):
+    with make(folder) as one, hpcdask.attach("mine") as other:
         other.scale(2)
         wait_for(lambda: len(one.plan) == 2, 30, "one to see it")
         one.wait_for_workers(2, timeout=180)
@@ -132,7 +127,7 @@ def test_two_notebooks_see_the_same(base: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_scale_in_an_event_loop_works_without_await(
-    base: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     """Regression: it did nothing; and a look that failed was the notebook's last."""
     real, failures = attached.ask, ["an answer that makes no sense"]
@@ -157,7 +152,7 @@ def test_scale_in_an_event_loop_works_without_await(
         said[0] += capfd.readouterr().err
         return said[0]
 
-    with make(base) as cluster:
+    with make(folder) as cluster:
         hint = hpcdask_cli("attach", "mine", "--", os.devnull)
         assert "mine has no workers and wants none" in hint
         asyncio.run(use())
@@ -167,45 +162,45 @@ def test_scale_in_an_event_loop_works_without_await(
         cluster.shutdown()
 
 
-def test_many_come_and_go(base: Path):
+def test_many_come_and_go(folder: Path):
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    with make(base) as cluster:
+    with make(folder) as cluster:
         hpcdask.attach("mine").close()
-        before, files = held(), sorted(walk(base))
+        before, files = held(), sorted(walk(folder))
         for _ in range(20):
             with hpcdask.attach("mine") as other, other.get_client():
                 pass
         wait_for(lambda: held() <= before, 30, "nothing more to be held")
-        assert sorted(walk(base)) == files
+        assert sorted(walk(folder)) == files
         cluster.shutdown()
 
 
-def test_nobody_uses_it(base: Path):
-    cluster = make(base, idle_timeout="2s", n_workers=1)
-    folder = detached.find("mine")
+def test_nobody_uses_it(folder: Path):
+    cluster = make(folder, idle_timeout="2s", n_workers=1)
+    found = detached.find("mine")
     cluster.close()
-    wait_for(lambda: ClusterFolder.open(folder.path).ended, 60, "its end")
+    wait_for(lambda: ClusterFolder.open(found.path).ended, 60, "its end")
     with pytest.raises(ClusterError, match="nobody used it for 2 s"):
         hpcdask.attach("mine")
 
 
 @pytest.mark.long
-def test_its_process_is_killed(base: Path, capfd: pytest.CaptureFixture[str]):
-    with make(base, n_workers=1) as cluster:
+def test_its_process_is_killed(folder: Path, capfd: pytest.CaptureFixture[str]):
+    with make(folder, n_workers=1) as cluster:
         cluster.wait_for_workers(1, timeout=180)
-        folder = detached.find("mine")
-        process_of(folder).kill()
+        found = detached.find("mine")
+        process_of(found).kill()
         wait_for(lambda: cluster.failure is not None, 90, "the notebook to see it")
         assert "killed by SIGKILL" in str(cluster.failure)
-        wait_for(lambda: not leftovers(folder.tag), 60, "the jobs' end")
+        wait_for(lambda: not leftovers(found.tag), 60, "the jobs' end")
     assert "killed by SIGKILL" in hpcdask_cli("list")
 
 
 @pytest.mark.long
-def test_its_process_gets_sigterm_while_it_computes(base: Path):
-    with make(base, n_workers=1) as cluster, cluster.get_client() as client:
+def test_its_process_gets_sigterm_while_it_computes(folder: Path):
+    with make(folder, n_workers=1) as cluster, cluster.get_client() as client:
         future = client.submit(lambda: __import__("time").sleep(1000))
         client.wait_for_workers(1, timeout=180)
         process_of(detached.find("mine")).send_signal(signal.SIGTERM)
@@ -214,8 +209,8 @@ def test_its_process_gets_sigterm_while_it_computes(base: Path):
     wait_for(lambda: detached.find("mine").ended, 60, "its end")
 
 
-def test_a_client_shuts_it_down(base: Path):
-    with make(base, n_workers=1) as cluster:
+def test_a_client_shuts_it_down(folder: Path):
+    with make(folder, n_workers=1) as cluster:
         with Client(cluster.scheduler_address, security=cluster.security) as client:
             client.shutdown()
         wait_for(lambda: cluster.failure is not None, 60, "its end")
@@ -232,22 +227,22 @@ def test_a_client_shuts_it_down(base: Path):
         ({"detached": False, "idle_timeout": 3}, "is for clusters with detached=True"),
     ],
 )
-def test_keywords_that_are_refused(base: Path, keywords: dict, message: str):
+def test_keywords_that_are_refused(folder: Path, keywords: dict, message: str):
     with pytest.raises(UsageError, match=message):
-        make(base, **keywords)
+        make(folder, **keywords)
 
 
-def test_a_name_is_taken_once_and_known_to_its_user_alone(base: Path):
+def test_a_name_is_taken_once_and_known_to_its_user_alone(folder: Path):
     with pytest.raises(UsageError, match=r"no detached cluster mine\. There is none"):
         hpcdask.attach("mine")
-    with make(base) as cluster:
+    with make(folder) as cluster:
         with pytest.raises(UsageError, match="mine already"):
-            make(base)
-        folder = detached.find("mine")
-        assert ControlRecord.read(folder).name == "mine"
-        assert {path.stat().st_mode & 0o077 for path in walk(folder.path)} == {0}
-        folder.path.chmod(0o755)  # as of another user: nobody attaches through it
+            make(folder)
+        found = detached.find("mine")
+        assert ControlRecord.read(found).name == "mine"
+        assert {path.stat().st_mode & 0o077 for path in walk(found.path)} == {0}
+        found.path.chmod(0o755)  # as of another user: nobody attaches through it
         with pytest.raises(UsageError, match="no detached cluster"):
             hpcdask.attach("mine")
-        folder.path.chmod(0o700)
+        found.path.chmod(0o700)
         cluster.shutdown()

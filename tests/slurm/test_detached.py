@@ -16,7 +16,6 @@ import hpcdask
 from chaos.hosts import disk, missing
 from hpcdask.errors import ClusterError, HpcdaskError, Refused
 from hpcdask.jobs import detached
-from hpcdask.jobs.folder import ClusterFolder
 from launching import unavailable, wait_for
 from slurm_login import SCHEDULER, Login
 from slurm_site import SlurmSite
@@ -24,8 +23,9 @@ from slurm_site import SlurmSite
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def folder_of(name: str = "mine") -> ClusterFolder:
-    return detached.find(name)
+def scheduler() -> str:
+    """The scheduler's job."""
+    return detached.scheduler_job(detached.find("mine"))
 
 
 def all_states(user: Login) -> dict[str, str]:
@@ -72,9 +72,9 @@ def test_the_schedulers_job_dies(user: Login, how: str, why: str):
     }
     with user.detached(n_workers=2) as cluster:
         cluster.wait_for_workers(2, timeout=180)
-        user.site.run(*commands[how], detached.scheduler_job(folder_of()))
+        user.site.run(*commands[how], scheduler())
         user.check_told(cluster, why)
-    wait_for(lambda: folder_of().ended is not None, 60, "its record")
+    wait_for(lambda: detached.find("mine").ended is not None, 60, "its record")
     wait_for(lambda: not all_states(user), 60, "the scheduler's job to be gone for good")
 
 
@@ -95,7 +95,7 @@ def test_the_schedulers_node_loses_power(mended: SlurmSite, user: Login, again: 
     with user.detached(scheduler_job=job, n_workers=2, job_extra_directives=elsewhere) as cluster:
         cluster.wait_for_workers(2, timeout=180)
         next(one for one in mended.daemons("slurmd") if "node4" in one.args).kill()
-        user.lose(detached.scheduler_job(folder_of()))
+        user.lose(scheduler())
         mended.run("scontrol", "update", "nodename=node4", "state=down", "reason=test")
         user.check_told(cluster, why)
         wait_for(lambda: not mended.run("squeue", "-h").stdout, 60, "the queue to be empty")
@@ -178,7 +178,7 @@ def test_its_disk_is_full_when_it_is_made_scaled_and_ended(user: Login):
             user.hpcdask("down", "mine")
             assert user.gone()
             filling.unlink()
-        assert folder_of().ended
+        assert detached.find("mine").ended
 
 
 @pytest.mark.long
@@ -198,7 +198,9 @@ def test_down_while_its_scheduler_waits(user: Login):
         user.detached(scheduler_timeout="8s")
     assert len(all_states(user)) >= 1
     (row,) = json.loads(user.hpcdask("list", "--json"))
-    assert row["why"].startswith(f"its scheduler's job {detached.scheduler_job(folder_of())} is pe")
+    assert row["why"].startswith(
+        f"its scheduler's job {detached.scheduler_job(detached.find('mine'))} is pe"
+    )
     assert "pending" in user.hpcdask("list", "--jobs")
     user.hpcdask("down", "mine")
     assert user.gone()

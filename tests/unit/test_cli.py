@@ -9,16 +9,17 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, call
 
 import click
 import pytest
 from click.testing import CliRunner
 
 import hpcdask
+from fake_notebook import pretend
 from hpcdask import __version__, cli
 from hpcdask.bench.command import bench
 from hpcdask.client import scheduler_file
@@ -234,30 +235,23 @@ def test_the_schedulers_job_is_cancelled_by_its_tag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Regression: its recorded id was cancelled unseen, and queues use their numbers again."""
-    cancelled: list[str] = []
-
-    async def tagged(self: LocalQueue) -> dict[str, str]:
-        return {"7": "hpcdask:another-9", "8": "hpcdask:scheduler-mine-1"}
-
-    async def cancel(self: LocalQueue, ids: Collection[str]) -> None:
-        cancelled.extend(ids)
-
-    monkeypatch.setattr(LocalQueue, "tagged", tagged)
+    tags, cancel = {"7": "hpcdask:another-9", "8": "hpcdask:scheduler-mine-1"}, AsyncMock()
+    monkeypatch.setattr(LocalQueue, "tagged", AsyncMock(return_value=tags))
     monkeypatch.setattr(LocalQueue, "cancel", cancel)
     monkeypatch.setattr(process, "END_PAUSE_S", 0.01)
     folder = detached_cluster(tmp_path, "mine-1")
     (folder.path / JOB_ID).write_text("7")
     asyncio.run(process.end(folder, "hpcdask down"))
-    assert set(cancelled) == {"8"}
+    assert all(one == call(["8"]) for one in cancel.await_args_list)
+    cancel.assert_awaited()
 
 
 def test_down_of_a_cluster_that_only_starts_spares_the_notebook(tmp_path: Path):
     """Regression: the process that had made the cluster got SIGTERM."""
     folder = detached_cluster(tmp_path, "mine-1")
     with subprocess.Popen(["sleep", "600"]) as notebook:
-        folder.owner = replace(Owner.this(), pid=notebook.pid, start=process_start(notebook.pid))
-        known = json.loads((folder.path / "cluster.json").read_text()) | folder.owner.to_json()
-        (folder.path / "cluster.json").write_text(json.dumps(known))
+        pretend(folder, pid=notebook.pid, start=process_start(notebook.pid))
+        folder = ClusterFolder.open(folder.path)
 
         async def both() -> None:
             ending = asyncio.ensure_future(process.end(folder, "hpcdask down"))
