@@ -18,7 +18,7 @@ import click
 
 from hpcdask.errors import HpcdaskError, QueueError, UsageError
 from hpcdask.jobs import detached, runs
-from hpcdask.jobs.cancel import end_jobs, may_bring_more
+from hpcdask.jobs.cancel import end_jobs
 from hpcdask.jobs.detached import ENDED, NOTEBOOK, ControlRecord, holder
 from hpcdask.jobs.discovery import ClusterRecord, survey
 from hpcdask.jobs.folder import BATCH, ClusterFolder, list_clusters, prune
@@ -27,7 +27,6 @@ from hpcdask.logs import complain, plural, say
 from hpcdask.queues.job_state import WAITING
 from hpcdask.queues.registry import queue_class, systems
 from hpcdask.spec.argv import folder_option, make_command, option_name, read
-from hpcdask.spec.names import parse_tag
 
 #: Seconds for which `list` shows a detached cluster that is over.
 OVER_S = 86400.0
@@ -302,19 +301,12 @@ async def _end(cluster: ClusterRecord, problems: Mapping[str, QueueError]) -> li
         click.echo(f"{cluster.name}: {text}")
 
     folder, lives = cluster.folder, bool(cluster.lives) and cluster.scheduler is None
-    queue = queue_class(cluster.queue)()
-
-    def is_meant(job_id: str, tag: str) -> bool:
-        # a notebook that lives may submit others for ever
-        return parse_tag(tag)[0] == cluster.name and (not lives or job_id in cluster.jobs)
-
-    def awaited() -> bool:
-        return folder is not None and not lives and may_bring_more(folder)
-
     try:
         if folder is not None and cluster.scheduler is not None:  # whose record cannot be read
             await detached.cancel_scheduler(folder)
-        await end_jobs(queue, is_meant, tell, awaited)
+        queue, only = queue_class(cluster.queue)(), cluster.jobs if lives else None
+        # a notebook that lives may submit others for ever
+        await end_jobs(queue, cluster.name, tell, folder=None if lives else folder, only=only)
     except HpcdaskError as error:
         error.args = (f"{cluster.name}: {error}",)
         return [error]

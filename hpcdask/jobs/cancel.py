@@ -1,10 +1,10 @@
-"""Finding the jobs of a cluster, and cancelling them until they are gone."""
+"""Cancelling the jobs of a cluster until they are gone."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from hpcdask.errors import NotHere, QueueError, root_cause
 from hpcdask.queues.base import Queue
@@ -23,15 +23,19 @@ PAUSE_S = (0.5, 10.0)
 
 async def end_jobs(
     queue: Queue,
-    is_meant: Callable[[str, str], bool],
+    name: str,
     say: Callable[[str], None],
-    may_bring_more: Callable[[], bool] = lambda: False,
+    *,
+    folder: ClusterFolder | None = None,
+    only: Collection[str] | None = None,
 ) -> None:
-    """Cancel the jobs whose id and tag `is_meant` chooses, until the queue has none.
+    """Cancel the jobs with the tag of a cluster or batch job, until the queue has none.
 
-    A recorded id alone proves nothing: queues use their numbers again. Raises QueueError if jobs
-    are left after `END_S`, or the queue did not answer until then, or at once if this host may not
-    ask it.
+    A recorded id alone proves nothing: queues use their numbers again. Jobs that a submission noted
+    in `folder` may still bring are waited for. `only` names the jobs that are meant, if not all.
+
+    Raises QueueError if jobs are left after `END_S`, or the queue did not answer until then, or at
+    once if this host may not ask it.
     """
     deadline = time.monotonic() + END_S
     pause, told = PAUSE_S[0], set[str]()
@@ -45,7 +49,9 @@ async def end_jobs(
         live: list[str] = []
         problem: QueueError | None = None
         try:
-            live = [one for one, tag in (await queue.tagged()).items() if is_meant(one, tag)]
+            tags = await queue.tagged()
+            live = [one for one, tag in tags.items() if parse_tag(tag)[0] == name]
+            live = [one for one in live if only is None or one in only]
             if live:
                 say_once(f"cancelling {' '.join(live)}")
                 await queue.cancel(live)
@@ -55,24 +61,10 @@ async def end_jobs(
             problem = error if isinstance(error, QueueError) else QueueError(root_cause(error))
             say_once(f"{problem}; trying again")
         if not live and not problem:
-            if not may_bring_more():
+            if folder is None or not folder.awaits_jobs(UNANSWERED_S):
                 return
             say_once("waiting for the jobs of a submission that was cut off")
         if time.monotonic() > deadline:
             raise problem or QueueError(f"these jobs do not end: {' '.join(live)}")
         await asyncio.sleep(pause)
         pause = min(2 * pause, PAUSE_S[1])
-
-
-async def end_cluster(folder: ClusterFolder, queue: Queue, say: Callable[[str], None]) -> None:
-    """Cancel the jobs of a cluster that nobody holds any more; raise as `end_jobs` does."""
-
-    def is_meant(job_id: str, tag: str) -> bool:
-        return parse_tag(tag)[0] == folder.name
-
-    await end_jobs(queue, is_meant, say, lambda: may_bring_more(folder))
-
-
-def may_bring_more(folder: ClusterFolder) -> bool:
-    """Return whether the end of the notebook may have cut off a submission that goes on."""
-    return time.time() - max(folder.unanswered(), default=0) < UNANSWERED_S

@@ -26,7 +26,7 @@ from hpcdask.queues.registry import queue_class
 from hpcdask.security import private
 from hpcdask.spec.records import Record
 
-from .cancel import end_cluster
+from .cancel import end_jobs
 from .folder import ClusterFolder, list_clusters
 
 RECORD, JOB_ID, REQUEST = "control.json", "control.id", "request.json"
@@ -263,7 +263,7 @@ async def finish(folder: ClusterFolder, why: str, say: Callable[[str], None]) ->
     Raises QueueError if the queue does not answer, or jobs do not end.
     """
     folder.remove_keys()  # jobs that start only now end at once
-    await end_cluster(folder, queue_class(folder.queue)(), say)
+    await end_jobs(queue_class(folder.queue)(), folder.name, say, folder=folder)
     mark_ended(folder, why)
 
 

@@ -190,9 +190,10 @@ class ClusterFolder:
             return {words[0]: float(words[1]) for words in lines if len(words) == 2}
         return {}
 
-    def unanswered(self) -> list[float]:
-        """Return the unix times at which submissions began that have brought no job (yet)."""
-        return [path.stat().st_mtime for path in self.path.glob("submitting-*")]
+    def awaits_jobs(self, within_s: float) -> bool:
+        """Return whether a submission that has brought no job (yet) began so short a time ago."""
+        begun = [path.stat().st_mtime for path in self.path.glob("submitting-*")]
+        return time.time() - max(begun, default=0) < within_s
 
     def logs_in(self, path: str | os.PathLike[str]) -> None:
         """Put the logs into another folder, made if missing; call it before the first job.

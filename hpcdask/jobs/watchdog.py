@@ -98,14 +98,14 @@ def main() -> None:
 
     from hpcdask.queues.registry import queue_class
 
-    from .cancel import end_cluster
+    from .cancel import end_jobs
 
     _say("the notebook is gone")
     folder.remove_keys()  # jobs that start only now end at once
     _say("the keys are removed")
     try:
         queue = queue_class(folder.queue)()
-        asyncio.run(end_cluster(folder, queue, _say))
+        asyncio.run(end_jobs(queue, folder.name, _say, folder=folder))
         folder.mark_ended()
         _say("no job is left")
     except HpcdaskError as error:

@@ -53,9 +53,9 @@ class Batch:
     text: str = ""
 
     @property
-    def tag(self) -> str:
-        """Return the tag by which `hpcdask list --jobs` knows the job."""
-        return f"hpcdask:{BATCH}{self.label}"
+    def name(self) -> str:
+        """Return the name by which `hpcdask list --jobs` and `down` know the job."""
+        return f"{BATCH}{self.label}"
 
     def log(self, job_id: str) -> Path:
         """Return the path of the job's log."""
@@ -97,7 +97,7 @@ class Batch:
             tags: dict[str, str] = {}
             with contextlib.suppress(QueueError):
                 tags = await self.queue.tagged()
-            found = [job for job, tag in tags.items() if tag == self.tag]
+            found = [job for job, tag in tags.items() if tag == f"hpcdask:{self.name}"]
             if len(found) != 1:
                 raise
             job_id = found[0]
@@ -114,7 +114,7 @@ async def prepare(system: str, asked: BatchRequest) -> Batch:
     configured = dask.config.get(f"jobqueue.{queue.jobqueue[0]}.log-directory", None)
     logs = asked.folder if configured is None else str(base_path(configured))
     batch = Batch(queue, asked.label(), logs)
-    request = options.request(batch.tag, logs, alone=True)
+    request = options.request(f"hpcdask:{batch.name}", logs, alone=True)
     preamble, launch = _preamble(batch, asked), _launch_lines(queue, asked, options.python)
     batch.text = queue.script(options.job, request, preamble, "\n".join(launch))
     return batch

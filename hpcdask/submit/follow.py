@@ -82,7 +82,7 @@ async def submit_and_wait(batch: Batch, say: Say) -> int:
     number = stopped.result()
     say(f"{number.name}: cancelling job {job_id} (a second one leaves it)")
     try:
-        await end_jobs(batch.queue, lambda _, tag: tag == batch.tag, lambda _: None)
+        await end_jobs(batch.queue, batch.name, lambda _: None)
         say(f"job {job_id} is cancelled and gone")
     except QueueError as error:
         say(f"error: {error}")

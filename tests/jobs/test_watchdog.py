@@ -159,7 +159,7 @@ def end_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         if cut_off:
             folder.begin_submission()
             monkeypatch.setattr(cancel, "UNANSWERED_S", 0.5)
-        asyncio.run(cancel.end_cluster(folder, queue, said.append))
+        asyncio.run(cancel.end_jobs(queue, folder.name, said.append, folder=folder))
         return said
 
     return end_all

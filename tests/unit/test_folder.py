@@ -17,7 +17,6 @@ import pytest
 from fake_notebook import pretend
 from hpcdask.errors import UsageError
 from hpcdask.jobs import folder as cluster_folder
-from hpcdask.jobs.cancel import may_bring_more
 from hpcdask.jobs.detached import ControlRecord, named
 from hpcdask.jobs.folder import ClusterFolder, Owner, base_path, list_clusters, prune
 from hpcdask.security.credentials import create_credentials, load_credentials, save_credentials
@@ -170,17 +169,16 @@ def test_jobs_of_submissions_are_recorded(cluster):
 
 
 def test_an_unanswered_submission_may_bring_jobs_for_some_time(cluster):
-    assert not may_bring_more(cluster)
+    assert not cluster.awaits_jobs(45)
     cluster.begin_submission("gpu")
     cluster.begin_submission("cpu")
     cluster.record(["1"], "cpu")
-    assert may_bring_more(cluster)
+    assert cluster.awaits_jobs(45)
     os.utime(cluster.path / "submitting-gpu", (0, time.time() - 1000))
-    assert not may_bring_more(cluster)
+    assert not cluster.awaits_jobs(45)
     cluster.begin_submission("gpu")
-    assert may_bring_more(cluster)
     cluster.record(["2"], "gpu")
-    assert not may_bring_more(cluster)
+    assert not cluster.awaits_jobs(45)
 
 
 def test_logs_are_found_by_the_jobs_id(cluster):
