@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import dask
 import pytest
@@ -334,21 +335,13 @@ def test_the_system_that_is_found(tmp_path: Path, commands: str, system: str):
 # Waiting
 
 
-class Silent(SlurmQueue):
-    """A queue that answers as it is told to."""
-
-    def __init__(self, *answers: QueueStatus | Exception | None) -> None:
-        super().__init__()
-        self.answers = list(answers)
-
-    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return {answer.id: answer} if answer else {}
-
-    async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        return {}
+def answering(*answers: QueueStatus | Exception | None) -> SlurmQueue:
+    """A queue that answers so in turn, and from then on as in the end."""
+    found = [{"1": one} if isinstance(one, QueueStatus) else one or {} for one in answers]
+    queue = SlurmQueue()
+    queue.query = AsyncMock(side_effect=itertools.chain(found, itertools.repeat(found[-1])))
+    queue.departed = AsyncMock(return_value={})
+    return queue
 
 
 def seen(state: QueueState, reason: str = "", code: int | None = None) -> QueueStatus:
@@ -371,13 +364,11 @@ def test_each_state_is_said_once_and_the_log_is_copied(
     said: list[str] = []
     waits = seen(QueueState.PENDING, "Resources")
     runs, over = seen(QueueState.RUNNING), seen(QueueState.FAILED, code=3)
-    queue = Silent(None, waits, waits, QueueError("squeue hangs"), runs, runs, over)
+    queue = answering(None, waits, waits, QueueError("squeue hangs"), runs, runs, over)
     assert asyncio.run(follow.wait(queue, "1", follow.Log(path, said.append), said.append)) == over
-    assert said == [
-        "job 1 is pending (Resources)",
-        "squeue hangs; asking again",
-        "job 1 runs on n1",
-    ]
+    waiting, silent, running = said
+    assert waiting == "job 1 is pending (Resources)"
+    assert (silent, running) == ("squeue hangs; asking again", "job 1 runs on n1")
     assert capfdbinary.readouterr().out == b"one\n\xff"
 
 
@@ -388,7 +379,7 @@ def test_each_state_is_said_once_and_the_log_is_copied(
 def test_a_queue_that_forgets_or_is_silent(tmp_path: Path, answer, words: str):
     log = follow.Log(tmp_path / "log", print)
     with pytest.raises(QueueError, match=words):
-        asyncio.run(follow.wait(Silent(answer), "1", log, lambda text: None))
+        asyncio.run(follow.wait(answering(answer), "1", log, lambda text: None))
 
 
 READER = """
@@ -435,7 +426,7 @@ def test_exit_codes(tmp_path: Path, end: QueueStatus, code: int, words: str):
 
     (tmp_path / "hpcdask-1.log").touch()
     said: list[str] = []
-    batch = Batch(Silent(end), "x", str(tmp_path), "")
+    batch = Batch(answering(end), "x", str(tmp_path), "")
     assert follow.result(batch, "1", end, said.append) == code
     assert words in "\n".join(said)
 
@@ -444,20 +435,10 @@ def test_exit_codes(tmp_path: Path, end: QueueStatus, code: int, words: str):
 
 
 def test_completion_by_the_shell():
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "hpcdask")],
-        env={
-            **os.environ,
-            "_HPCDASK_COMPLETE": "bash_complete",
-            "COMP_WORDS": "hpcdask sub",
-            "COMP_CWORD": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.stdout == "plain,submit\n", done.stderr
+    words = {"COMP_WORDS": "hpcdask sub", "COMP_CWORD": "1"}
+    asked = {"_HPCDASK_COMPLETE": "bash_complete", **words}
+    done = CliRunner().invoke(main, [], prog_name="hpcdask", env=asked)
+    assert done.output == "plain,submit\n"
 
 
 @pytest.mark.parametrize("end", ["\n", "\x0b", "\N{LINE SEPARATOR}"])
