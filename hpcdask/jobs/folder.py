@@ -172,7 +172,8 @@ class ClusterFolder:
 
     def begin_submission(self, group: str = "") -> Path:
         """Note that a submission begins, until it has brought jobs; return its script."""
-        write_private(str(self.path / f"submitting-{group}"), "")
+        # with some bytes, so that a full disk is noticed before there is a job
+        write_private(str(self.path / f"submitting-{group}"), f"{time.time()}\n")
         return self.script(group)
 
     def record(self, ids: Iterable[str], group: str = "") -> None:
