@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,21 +49,19 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> list[Gpu]:
     return list(map(_describe, visible))
 
 
-def _select(wanted: str, cards: Sequence[Sequence[Device]]) -> list[Device]:
+def _select(wanted: str, cards: Sequence[list[Device]]) -> list[Device]:
     """Apply CUDA's rule: take entries until the first that does not exist."""
+    named = {str(number): parts for number, parts in enumerate(cards)}
+    named |= {
+        f"{number}:{place}": [part] for number in named for place, part in enumerate(named[number])
+    }
     chosen: list[Device] = []
-    for entry in (part.strip() for part in wanted.split(",")):
-        found: Sequence[Device]
-        if re.fullmatch(r"\d+", entry):
-            found = cards[int(entry)] if int(entry) < len(cards) else ()
-        elif match := re.fullmatch(r"(\d+)[:.](\d+)", entry):
-            card, part = map(int, match.groups())
-            found = cards[card][part : part + 1] if card < len(cards) else ()
+    for entry in map(str.strip, wanted.split(",")):
+        if entry.startswith(("GPU-", "MIG-")):
+            same = [part for parts in cards for part in parts if part.uuid.startswith(entry)]
+            found = same if len(same) == 1 else []  # CUDA wants a beginning that only one has
         else:
-            named = entry.startswith(("GPU-", "MIG-"))
-            found = [gpu for gpus in cards for gpu in gpus if named and gpu.uuid.startswith(entry)]
-            if len(found) > 1:  # CUDA wants a beginning that only one has
-                break
+            found = named.get(entry.replace(".", ":"), [])
         if not found:
             break
         chosen += [gpu for gpu in found if gpu not in chosen]

@@ -208,7 +208,7 @@ def apply(plan: MemoryPlan, *, restarted: bool = False) -> None:
             ) from error
         raise DeviceError(
             f"no room for an RMM pool of {format_bytes(plan.pool_size)} on {plan.device}: "
-            f"{free(plan)} are free, {holders(plan.uuid)}. End what is left there, "
+            f"{free()} are free, {holders(plan.uuid)}. End what is left there, "
             f"or ask for less with --rmm-pool-size"
         ) from error
     for library in plan.libraries:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from dask.utils import format_bytes
 from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
-from distributed.metrics import time
 from distributed.scheduler import WorkerState
 from tornado.ioloop import PeriodicCallback
 
@@ -185,7 +184,6 @@ class GpuMonitor(SchedulerPlugin):
 
     def __init__(self) -> None:
         self._gpus: dict[str, _Gpu] = {}
-        self._counted = time()
 
     async def start(self, scheduler: Scheduler) -> None:
         """See `SchedulerPlugin.start`."""
@@ -196,12 +194,10 @@ class GpuMonitor(SchedulerPlugin):
         """See `SchedulerPlugin.add_worker`."""
         ws = scheduler.workers[worker]
         if told := ws.metrics.get(METRIC):
-            self._count_time()
             self._gpus.setdefault(told["uuid"], _Gpu()).workers.append(ws)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """See `SchedulerPlugin.remove_worker`."""
-        self._count_time()
         for gpu in self._held():
             gpu.workers = [ws for ws in gpu.workers if ws.address != worker]
             if not gpu.workers:  # others may use the GPU meanwhile: that is not of this run
@@ -209,13 +205,6 @@ class GpuMonitor(SchedulerPlugin):
 
     def _held(self) -> list[_Gpu]:
         return [gpu for gpu in self._gpus.values() if gpu.workers]
-
-    def _count_time(self) -> None:
-        """Count the time until now in which workers have had GPUs."""
-        seconds, self._counted = time() - self._counted, time()
-        for gpu in self._held():
-            gpu.usage.held_s += seconds
-            gpu.lap.held_s += seconds
 
     def _tick(self) -> None:
         """Add the samples of the workers' last heartbeats."""
@@ -231,7 +220,6 @@ class GpuMonitor(SchedulerPlugin):
                     gpu.add(await getattr(self._scheduler.rpc(gpu.workers[0].address), READ)())
 
         await asyncio.gather(*map(ask, self._held()))
-        self._count_time()
 
     def table(self) -> GpuTable:
         """Return the present states of the GPUs that workers have, by host and index."""
@@ -240,7 +228,6 @@ class GpuMonitor(SchedulerPlugin):
 
     def usage(self) -> RunUsage | None:
         """Return the use of all GPUs so far; None if none was sampled."""
-        self._count_time()
         return summary(gpu.usage for gpu in self._gpus.values())
 
     async def start_lap(self) -> None:

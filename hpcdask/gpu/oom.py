@@ -132,7 +132,7 @@ def explain(worker: Any, plan: MemoryPlan, error: BaseException) -> DeviceMemory
     explained = DeviceMemoryError(
         f"worker {worker.name} is out of device memory on {plan.device}: "
         f"{'an allocation' if asked is None else format_bytes(asked)} did not fit. "
-        f"{free(plan)} are free outside of {_pool(plan)}; "
+        f"{free()} are free outside of {_pool(plan)}; "
         f"results of Dask tasks hold {format_bytes(held)}, {spills}. "
         f"What to do: {'; '.join(advice)}"
     )
@@ -185,7 +185,7 @@ def _held(data: Any) -> int:
     return sum(sizeof(value) for value in values if hasattr(value, "__cuda_array_interface__"))
 
 
-def free(plan: MemoryPlan) -> str:
+def free() -> str:
     """Return the free memory, as CUDA tells, in words."""
     try:
         if "rmm" in sys.modules:

@@ -26,12 +26,11 @@ RISING = ("energy_j", "nvlink_sent", "ecc_corrected", "ecc_uncorrected")
 
 @dataclass
 class GpuUsage:
-    """Sums of one GPU: seconds held by a worker, seconds sampled, and rises of known counters."""
+    """Sums of one GPU over samples of its workers: seconds, and rises of known counters."""
 
     label: str = ""
     model: str = ""
-    held_s: float = 0.0
-    sampled_s: float = 0.0
+    seconds: float = 0.0
     busy_s: float | None = None
     peak_memory: int | None = None
     memory_total: int | None = None
@@ -45,7 +44,7 @@ class GpuUsage:
         self.memory_total = now.memory_total
         if now.memory_used is not None:
             self.peak_memory = max(self.peak_memory or 0, now.memory_used)
-        self.sampled_s += seconds
+        self.seconds += seconds
         if now.utilisation is not None:
             self.busy_s = (self.busy_s or 0.0) + seconds * now.utilisation / 100
         for reason in now.held_back or ():
@@ -99,13 +98,13 @@ def summary(gpus: Iterable[GpuUsage]) -> RunUsage | None:
     gpus = [gpu for gpu in gpus if gpu.label]
     if not gpus:
         return None
-    known = [gpu for gpu in gpus if gpu.busy_s is not None and gpu.sampled_s]
-    seconds = sum(gpu.sampled_s for gpu in known)
+    known = [gpu for gpu in gpus if gpu.busy_s is not None]
+    seconds = sum(gpu.seconds for gpu in known)
     fullest = max(gpus, key=lambda gpu: gpu.peak_memory or 0)
     energy = _total(gpus, "energy_j")
     return RunUsage(
         models=dict(Counter(gpu.model for gpu in gpus)),
-        gpu_hours=sum(gpu.held_s for gpu in gpus) / 3600,
+        gpu_hours=sum(gpu.seconds for gpu in gpus) / 3600,
         utilisation=100 * sum(gpu.busy_s or 0 for gpu in known) / seconds if seconds else None,
         peak_memory=fullest.peak_memory,
         memory_total=fullest.memory_total,
@@ -124,7 +123,7 @@ def _total(gpus: Sequence[GpuUsage], counter: str) -> float | None:
 
 def _problems(gpus: Sequence[GpuUsage]) -> Iterator[str]:
     for reason in sorted({reason for gpu in gpus for reason in gpu.held_back_s}):
-        parts = {gpu.label: gpu.held_back_s[reason] / (gpu.sampled_s or 1) for gpu in gpus}
+        parts = {gpu.label: gpu.held_back_s[reason] / (gpu.seconds or 1) for gpu in gpus}
         least = HELD_BACK.get(reason, SELDOM)
         if often := {label: part for label, part in parts.items() if part >= least}:
             most = f"{100 * max(often.values()):.0f} %"
@@ -134,8 +133,8 @@ def _problems(gpus: Sequence[GpuUsage]) -> Iterator[str]:
         if errors:
             count = plural(sum(errors.values()), f"{kind} ECC error")
             yield f"{count} of memory: {_names(errors)}"
-    sampled = [gpu for gpu in gpus if gpu.sampled_s >= LEAST_S and gpu.busy_s is not None]
-    if idle := [gpu.label for gpu in sampled if 100 * (gpu.busy_s or 0) < IDLE * gpu.sampled_s]:
+    known = [gpu for gpu in gpus if gpu.seconds >= LEAST_S and gpu.busy_s is not None]
+    if idle := [gpu.label for gpu in known if 100 * (gpu.busy_s or 0) < IDLE * gpu.seconds]:
         yield f"idle, with a mean utilisation below {IDLE:.0f} %: {_names(idle)}"
 
 

@@ -190,8 +190,8 @@ def test_gpus_without_a_client():
 
 
 def used(*told: dict[str, object]) -> GpuUsage:
-    """The sums over these samples of a GPU that was held for 100 s; it is busy for half of it."""
-    usage, before = GpuUsage(held_s=100), None
+    """The sums over these samples of a GPU, which is busy for half of the time."""
+    usage, before = GpuUsage(), None
     for values in told:
         at = values["at"]
         how = {"index": 0, "model": "H100", "memory_total": 80 * GIB, "memory_used": 10 * GIB}
@@ -231,7 +231,7 @@ def test_what_a_slice_does_not_tell_is_unknown():
     text = "mean utilisation unknown, peak memory unknown, energy unknown"
     assert usage.lines() == [f"GPUs: 1 x H100, 0.0278 GPU hours, {text}"]
     assert summary([]) is None
-    assert summary([GpuUsage(held_s=3)]) is None
+    assert summary([GpuUsage()]) is None
 
 
 def test_a_counter_that_was_not_told_for_a_moment_does_not_count_from_the_driver_s_start():
