@@ -56,76 +56,85 @@ def uuids(environ: dict[str, str]) -> list[str]:
 
 
 A, B, C, D = (gpu["uuid"] for gpu in FOUR)
+WHOLE, FIRST, SECOND = "GPU-aaaa1111-0000", "MIG-1111", "MIG-2222"
 
 
 @pytest.mark.parametrize(
-    ("visible", "expected"),
+    ("node", "visible", "expected"),
     [
-        (None, [A, B, C, D]),
-        ("0", [A]),
-        ("2,0", [C, A]),
-        (" 1 , 3 ", [B, D]),
-        (A, [A]),
-        (f"{D},{A}", [D, A]),
-        ("GPU-cccc", [C]),
-        ("GPU-aab,GPU-d", [B, D]),
-        ("0,9,1", [A]),  # CUDA stops at the first that does not exist
-        ("9,0", []),
-        ("0,", [A]),  # nor is an empty entry all of them
-        (",", []),
-        ("1,,3", [B]),
-        ("GPU-d,", [D]),
-        ("GPU-a", []),  # two begin like this
-        ("G", []),
-        ("0,-1,1", [A]),
-        ("GPU-eeee,0", []),
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
+        (FOUR, None, [A, B, C, D]),
+        (FOUR, "0", [A]),
+        (FOUR, "2,0", [C, A]),
+        (FOUR, " 1 , 3 ", [B, D]),
+        (FOUR, A, [A]),
+        (FOUR, f"{D},{A}", [D, A]),
+        (FOUR, "GPU-cccc", [C]),
+        (FOUR, "GPU-aab,GPU-d", [B, D]),
+        (FOUR, "0,9,1", [A]),  # CUDA stops at the first that does not exist
+        (FOUR, "9,0", []),
+        (FOUR, "0,", [A]),  # nor is an empty entry all of them
+        (FOUR, ",", []),
+        (FOUR, "1,,3", [B]),
+        (FOUR, "GPU-d,", [D]),
+        (FOUR, "GPU-a", []),  # two begin like this
+        (FOUR, "G", []),
+        (FOUR, "0,-1,1", [A]),
+        (FOUR, "GPU-eeee,0", []),
+        (FOUR, "", []),
+        (FOUR, "-1", []),
+        (FOUR, "NoDevFiles", []),
+        (MIG, None, [WHOLE, FIRST, SECOND]),
+        (MIG, SECOND, [SECOND]),
+        (MIG, f"{SECOND},{FIRST}", [SECOND, FIRST]),
+        (MIG, "MIG-11", [FIRST]),
+        (MIG, "1:1", [SECOND]),
+        (MIG, "1.0", [FIRST]),
+        (MIG, "1:2", []),
+        (MIG, "0", [WHOLE]),
+        (MIG, "1", [FIRST, SECOND]),
+        ([{**FOUR[0], "forbidden": True}, *FOUR[1:]], None, [B, C, D]),  # by a cgroup
     ],
 )
-def test_visible_gpus(nvml, visible, expected):
-    nvml(FOUR)
+def test_visible_gpus(nvml, node, visible, expected):
+    nvml(node)
     assert uuids({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
 
 
 @pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        (None, ["GPU-aaaa1111-0000", "MIG-1111", "MIG-2222"]),
-        ("MIG-2222", ["MIG-2222"]),
-        ("MIG-2222,MIG-1111", ["MIG-2222", "MIG-1111"]),
-        ("MIG-11", ["MIG-1111"]),
-        ("1:1", ["MIG-2222"]),
-        ("1.0", ["MIG-1111"]),
-        ("1:2", []),
-        ("0", ["GPU-aaaa1111-0000"]),
-        ("1", ["MIG-1111", "MIG-2222"]),
-    ],
+    ("visible", "expected"), [(None, None), ("1", None), ("0,1", None), ("0,2", [A, C]), (D, [D])]
 )
-def test_mig_slices(nvml, visible, expected):
-    nvml(MIG)
-    assert uuids({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
+def test_a_broken_gpu_stops_those_only_who_want_it(nvml, visible, expected):
+    """The advice to leave it out did not help."""
+    nvml([FOUR[0], {**FOUR[1], "lost": True}, *FOUR[2:]])
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    if expected is not None:
+        assert uuids(environ) == expected
+        return
+    with pytest.raises(DeviceError, match="GPU 1 of this node cannot be used: GPU is lost"):
+        visible_gpus(environ)
 
 
 def test_device_files_but_no_nvml(nvml, monkeypatch):
     monkeypatch.setattr(nvml_module, "has_nvidia_driver", lambda: True)
     with pytest.raises(DeviceError, match=r"NVML does not start.*nvidia-smi.*--device cpu"):
         visible_gpus({})
-
-
-def test_device_files_but_no_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(nvml_module, "has_nvidia_driver", lambda: True)
     with pytest.raises(MissingExtra, match=r"nvidia-ml-py.*pip install \"cupy-cuda"):
         visible_gpus({})
     monkeypatch.setattr(nvml_module, "has_nvidia_driver", lambda: False)
     assert visible_gpus({}) == []
 
 
-# --- which one is mine ----------------------------------------------------------------------------
+@pytest.mark.parametrize("library", [False, True])
+def test_windows_has_its_file_for_every_gpu(monkeypatch, library):
+    """A laptop without an NVIDIA GPU needed --device cpu."""
+    there = {"/dev/dxg", driver.WINDOWS_NVML} if library else {"/dev/dxg"}
+    monkeypatch.setattr(driver.os.path, "exists", there.__contains__)
+    monkeypatch.setattr(driver.glob, "glob", lambda _: [])
+    assert driver.has_nvidia_driver() is library
 
-G = [Gpu(f"GPU-{i}", "Fake", 80 << 30) for i in range(8)]
+
+# --- which one is mine ----------------------------------------------------------------------------
 
 
 def views(*seen: tuple[str, list[int]]) -> list[Inventory]:
@@ -133,52 +142,46 @@ def views(*seen: tuple[str, list[int]]) -> list[Inventory]:
     local: Counter[str] = Counter()
     result = []
     for rank, (host, numbers) in enumerate(seen):
-        gpus = tuple(Gpu(f"{host}-{G[i].uuid}", "Fake", 80 << 30) for i in numbers)
+        gpus = tuple(Gpu(f"{host}-{number}", "Fake", 80 << 30) for number in numbers)
         result.append(Inventory(rank, host, local[host], gpus, (0, 1), 1 << 30))
         local[host] += 1
     return result
 
 
-def assign_gpus(
-    seen: list[Inventory],
-    *,
-    device: str,
-    oversubscribe: bool,
-    job: str | None,
-    every_gpu: bool = False,
-) -> dict[int, list[Gpu | None]]:
-    spec = RunSpec(device=device, oversubscribe=oversubscribe)
-    return assign_devices(seen, spec, by_hand=every_gpu, job=job)
-
-
-def given_to(seen: list[Inventory], **options) -> list[str]:
-    options = {"device": "auto", "oversubscribe": False, "job": "7.r0", **options}
-    chosen = assign_gpus(seen, **options)
-    assert sorted(chosen) == [view.rank for view in seen]
-    for view in seen:
-        assert len(chosen[view.rank]) == 1
-        assert chosen[view.rank][0] in view.gpus
-    return [chosen[view.rank][0].uuid.removeprefix(f"{view.host}-GPU-") for view in seen]
+def assigned(
+    *seen: tuple[str, list[int]], job: str | None = "7.r0", by_hand: bool = False, **asked
+) -> list[str | None]:
+    """The devices of all ranks, without their hosts; None is the CPU."""
+    inventories = views(*seen)
+    chosen = assign_devices(inventories, RunSpec(**asked), by_hand=by_hand, job=job)
+    assert sorted(chosen) == [one.rank for one in inventories]
+    assert all(
+        gpu is None or gpu in inventories[rank].gpus for rank in chosen for gpu in chosen[rank]
+    )
+    return [gpu and gpu.uuid.partition("-")[2] for rank in sorted(chosen) for gpu in chosen[rank]]
 
 
 @pytest.mark.parametrize(
-    ("seen", "taken"),
+    ("seen", "around", "taken"),
     [
-        ([("n1", [0, 1, 2, 3])] * 4, ["0", "1", "2", "3"]),
-        ([("n1", [0, 1, 2, 3])] * 2, ["0", "1"]),
-        ([("n1", [2]), ("n1", [0]), ("n1", [1])], ["2", "0", "1"]),
-        ([("n1", [0, 1]), ("n1", [0])], ["1", "0"]),
-        ([("n1", [0, 1]), ("n2", [0, 1])] * 2 + [("n3", [5])], ["0", "0", "1", "1", "5"]),
+        ([("n1", [0, 1, 2, 3])] * 4, {}, ["0", "1", "2", "3"]),
+        ([("n1", [0, 1, 2, 3])] * 2, {}, ["0", "1"]),
+        ([("n1", [2]), ("n1", [0]), ("n1", [1])], {}, ["2", "0", "1"]),
+        ([("n1", [0, 1]), ("n1", [0])], {}, ["1", "0"]),
+        ([("n1", [0, 1]), ("n2", [0, 1])] * 2 + [("n3", [5])], {}, ["0", "0", "1", "1", "5"]),
+        ([("n1", [2, 0])], {"by_hand": True, "job": None}, ["2", "0"]),
+        ([("n1", [0, 1])] * 3, {"device": "cpu"}, [None] * 3),
+        ([("n1", [])] * 2, {"job": None}, [None] * 2),
     ],
+    ids=str,
 )
-def test_each_rank_takes_one_of_the_gpus_that_it_sees(seen, taken):
-    assert given_to(views(*seen)) == taken
+def test_each_rank_takes_one_of_the_gpus_that_it_sees(seen, around, taken):
+    assert assigned(*seen, **around) == taken
 
 
 def test_too_few_distinct():
-    seen = views(*[("n1", [0, 1])] * 2, *[("n2", [0, 1])] * 3)
     with pytest.raises(DeviceError) as caught:
-        given_to(seen)
+        assigned(*[("n1", [0, 1])] * 2, *[("n2", [0, 1])] * 3)
     for word in ("n2", "3 workers", "2 distinct GPUs", "at most 2", "--oversubscribe"):
         assert word in str(caught.value)
     assert "n1" not in str(caught.value)
@@ -186,72 +189,43 @@ def test_too_few_distinct():
 
 def test_enough_distinct_but_not_for_everyone():
     """Two ranks are confined to one GPU, and another sits idle: that too is one GPU too few."""
-    seen = views(("n1", [0]), ("n1", [0]), ("n1", [0, 1, 2]))
     with pytest.raises(DeviceError, match="n1"):
-        given_to(seen)
+        assigned(("n1", [0]), ("n1", [0]), ("n1", [0, 1, 2]))
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 5, 7, 8])
 def test_oversubscribe_shares_evenly(ranks):
-    shares = Counter(given_to(views(*[("n1", [0, 1])] * ranks), oversubscribe=True))
+    shares = Counter(assigned(*[("n1", [0, 1])] * ranks, oversubscribe=True))
     assert set(shares) == {"0", "1"}
     assert max(shares.values()) - min(shares.values()) <= 1
 
 
-def test_started_by_hand_a_worker_for_every_gpu():
-    seen = views(("n1", [2, 0]))
-    chosen = assign_gpus(seen, device="auto", oversubscribe=False, job=None, every_gpu=True)
-    assert chosen == {0: list(seen[0].gpus)}
-
-
-def test_cpu_where_it_is_asked_for():
-    seen = views(*[("n1", [0, 1])] * 3)
-    chosen = assign_gpus(seen, device="cpu", oversubscribe=False, job="7.r0")
-    assert chosen == {0: [None], 1: [None], 2: [None]}
-
-
-def test_no_gpu_on_a_workstation_means_cpu():
-    seen = views(("n1", []), ("n1", []))
-    assert assign_gpus(seen, device="auto", oversubscribe=False, job=None) == {0: [None], 1: [None]}
+GIVEN = (
+    r"This job \(7\) has GPUs \(SLURM_STEP_GPUS=0,1\): see nvidia-smi there.*apptainer exec --nv"
+)
 
 
 @pytest.mark.parametrize(
-    ("device", "job", "words"),
+    ("device", "environ", "words"),
     [
-        ("auto", "7.r1", ["(7)", "#SBATCH --gpus-per-node=1", "--gpus-per-task=1"]),
-        ("cuda", "7.r1", ["(7)", "#SBATCH --gpus-per-node=1"]),
-        ("cuda", None, ["nvidia-smi", "CUDA_VISIBLE_DEVICES"]),
+        ("auto", {"SLURM_JOB_ID": "7"}, r"\(7\).*#SBATCH --gpus-per-node=1.*--gpus-per-task=1"),
+        ("cuda", {"SLURM_JOB_ID": "7"}, r"\(7\).*#SBATCH --gpus-per-node=1"),
+        ("auto", {"SLURM_JOB_ID": "7", "SLURM_STEP_GPUS": "0,1"}, GIVEN),
+        ("auto", {"PBS_JOBID": "7"}, "ngpus=1"),
+        ("auto", {"LSB_JOBID": "7"}, "#BSUB -gpu"),
+        ("auto", {"OAR_JOB_ID": "7"}, "oarsub"),
+        ("cuda", {}, "nvidia-smi.*CUDA_VISIBLE_DEVICES"),
     ],
+    ids=str,
 )
-def test_no_gpu(monkeypatch, device, job, words):
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with pytest.raises(DeviceError) as caught:
-        assign_gpus(views(("n1", []), ("n2", [])), device=device, oversubscribe=False, job=job)
-    for word in [*words, "n1", "n2", "--device cpu"]:
-        assert word in str(caught.value)
-
-
-def test_no_driver_in_a_job_with_gpus(monkeypatch):
-    """In a container that was started without --nv it was told to request GPUs."""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_STEP_GPUS", "0,1")
-    with pytest.raises(DeviceError) as caught:
-        assign_gpus(views(("n1", [])), device="auto", oversubscribe=False, job="7.r1")
-    said = str(caught.value)
-    assert "This job (7) has GPUs (SLURM_STEP_GPUS=0,1): see nvidia-smi there" in said
-    assert "apptainer exec --nv" in said
-    assert "request them" not in said
-
-
-@pytest.mark.parametrize(
-    ("variable", "words"),
-    [("PBS_JOBID", "ngpus=1"), ("LSB_JOBID", "#BSUB -gpu"), ("OAR_JOB_ID", "oarsub")],
-)
-def test_each_system_s_way_to_request_a_gpu(monkeypatch, variable, words):
+def test_no_gpu(monkeypatch, device, environ, words):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setenv(variable, "7")
-    with pytest.raises(DeviceError, match=words):
-        assign_gpus(views(("n1", [])), device="auto", oversubscribe=False, job="7.r0")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DeviceError, match=words) as caught:
+        assigned(("n1", []), ("n2", []), device=device, job="7.r1" if environ else None)
+    for word in ("n1", "n2", "--device cpu"):
+        assert word in str(caught.value)
 
 
 # --- cores and memory -----------------------------------------------------------------------------
@@ -303,12 +277,7 @@ JOB_V1 = "uid_1000/job_11"
         ({"SLURM_MEM_PER_NODE": "100"}, "0::/a", {"a": 80}, 80),
         ({"SLURM_MEM_PER_NODE": "60"}, "0::/a", {"a": 80}, 60),
         ({"SLURM_MEM_PER_CPU": "50", "SLURM_CPUS_ON_NODE": "3"}, "0::/", {}, 150),
-        (
-            {"SLURM_MEM_PER_NODE": "0"},
-            "0::/",
-            {},
-            None,
-        ),  # SLURM's word for all of the node's memory
+        ({"SLURM_MEM_PER_NODE": "0"}, "0::/", {}, None),  # all of the node's memory
     ],
 )
 def test_the_least_limit_of_memory_counts(machine, environ, group, limits, mebibytes):
@@ -356,34 +325,6 @@ def test_workers_share_the_cpu_time_that_there_is():
     ranks = Rank(0, 2, 0, 2, "n1", "mpi", "")
     for (place,) in placements(ranks, mates):
         assert place.nthreads == 2
-
-
-def test_a_gpu_that_a_cgroup_keeps_away_is_left_out(nvml):
-    nvml([{**FOUR[0], "forbidden": True}, *FOUR[1:]])
-    assert uuids({}) == [B, C, D]
-
-
-@pytest.mark.parametrize(
-    ("visible", "expected"), [(None, None), ("1", None), ("0,1", None), ("0,2", [A, C]), (D, [D])]
-)
-def test_a_broken_gpu_stops_those_only_who_want_it(nvml, visible, expected):
-    """The advice to leave it out did not help."""
-    nvml([FOUR[0], {**FOUR[1], "lost": True}, *FOUR[2:]])
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    if expected is not None:
-        assert uuids(environ) == expected
-        return
-    with pytest.raises(DeviceError, match="GPU 1 of this node cannot be used: GPU is lost"):
-        visible_gpus(environ)
-
-
-@pytest.mark.parametrize("library", [False, True])
-def test_windows_has_its_file_for_every_gpu(monkeypatch, tmp_path, library):
-    """A laptop without an NVIDIA GPU needed --device cpu."""
-    there = {"/dev/dxg", driver.WINDOWS_NVML} if library else {"/dev/dxg"}
-    monkeypatch.setattr(driver.os.path, "exists", there.__contains__)
-    monkeypatch.setattr(driver.glob, "glob", lambda _: [])
-    assert driver.has_nvidia_driver() is library
 
 
 def test_the_scratch_folder_s_variables_are_the_node_s(tmp_path, monkeypatch):
@@ -506,38 +447,29 @@ def test_a_report_of_gpus_and_what_joins_them(probed):
 
 
 @needs("cuda")
-def test_a_device_that_a_dying_process_still_has(monkeypatch):
+def test_a_context_on_a_device_that_a_dying_process_still_has(monkeypatch):
     from cuda.bindings import driver
 
     fine, refused = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE
-    answers = iter([(refused, None), (refused, None), (fine, "context")])
-    monkeypatch.setattr(driver, "cuInit", lambda flags: (fine,))
+    init, retain, current = mock.Mock(return_value=(fine,)), mock.Mock(), mock.Mock()
+    current.return_value = (fine,)
+    monkeypatch.setattr(driver, "cuInit", init)
     monkeypatch.setattr(driver, "cuDeviceGet", lambda ordinal: (fine, 0))
-    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda device: next(answers))
-    current = mock.Mock(return_value=(fine,))
+    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", retain)
     monkeypatch.setattr(driver, "cuCtxSetCurrent", current)
+
+    retain.side_effect = [(refused, None), (refused, None), (fine, "context")]
     context.make_context()
     current.assert_called_once_with("context")
 
-
-@needs("cuda")
-def test_a_driver_that_refuses_a_context(monkeypatch):
-    from cuda.bindings import driver
-
     monkeypatch.setattr(context, "RELEASE_S", 0.1)
-
-    fine, refused = driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE
-    answers = {"cuInit": (fine,), "cuDeviceGet": (fine, 0)}
-    answers["cuDevicePrimaryCtxRetain"] = (refused, None)
-    for name, answer in answers.items():
-        monkeypatch.setattr(driver, name, lambda _, answer=answer: answer)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", A)
-    with monkeypatch.context() as patch:
-        patch.setattr(driver, "cuInit", mock.Mock(side_effect=RuntimeError("No libcuda.so.1.")))
-        with pytest.raises(DeviceError, match=r": No libcuda.so.1. In a container"):
-            context.make_context()
+    retain.side_effect = lambda device: (refused, None)
     says = f"cuDevicePrimaryCtxRetain says CUDA_ERROR_DEVICE_UNAVAILABLE of GPU {A}. See nvidia-smi"
     with pytest.raises(DeviceError, match=says):
+        context.make_context()
+    init.side_effect = RuntimeError("No libcuda.so.1.")
+    with pytest.raises(DeviceError, match=r": No libcuda.so.1. In a container"):
         context.make_context()
 
 
