@@ -63,14 +63,6 @@ class Block:
         """Return whether one of its workers computes."""
         return any(worker.process.busy >= BUSY for worker in self.workers.values())
 
-    def silent(self, *, busy: bool) -> dict[str, WorkerLook]:
-        """Return the workers that do not answer, and compute or not."""
-        return {
-            name: worker
-            for name, worker in self.workers.items()
-            if worker.state == "silent" and (worker.process.busy >= BUSY) == busy
-        }
-
     def longest(self) -> str:
         """Return the Dask task that runs for longest: ``work-4c1a for 16m 29s``."""
         key = max(self.tasks, key=self.tasks.__getitem__)
@@ -83,8 +75,7 @@ def blocks(report: Report) -> list[Block]:
     for worker in report.workers:
         for what, frames, tasks in _activities(worker, report):
             block = Block(what, frames)
-            same = (what, tuple(map(str, own(frames))), block.in_gang)
-            block = found.setdefault(same, block)
+            block = found.setdefault((what, *map(str, own(frames)), block.in_gang), block)
             block.workers[worker.name] = worker
             block.tasks |= tasks
     return sorted(found.values(), key=lambda one: (not one.frames, -len(one.workers)))

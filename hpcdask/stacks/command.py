@@ -69,8 +69,6 @@ def logs(base: str | None, follow: bool, lines: int | None, name: str | None) ->
     from .log_reading import reader_of
 
     reader = reader_of(name, base)
-    if name is None:
-        say(f"the logs of {reader.name}")
     found = reader.read()
     if reader.silent:
         again = " ".join(["hpcdask stacks", *filter(None, [name])])

@@ -60,15 +60,23 @@ def _gone(report: Report, seen: list[Block]) -> Iterator[str]:
             )
 
 
-def _gil(report: Report, seen: list[Block]) -> Iterator[str]:
+def _silent(report: Report, seen: list[Block]) -> Iterator[str]:
     for block in seen:
-        if block.frames and (held := block.silent(busy=True)):
+        silent = [worker for worker in block.workers.values() if worker.state == "silent"]
+        held = [one.name for one in silent if block.frames and one.process.busy >= BUSY]
+        where = f" at {place(block.frames)}" if block.frames else ""
+        if held:
             key = f" (Dask task {block.longest()})" if block.tasks else ""
             yield (
                 f"{_workers(held)} in a loop of compiled code that most likely holds Python's "
-                f"lock: nothing else of the process can run, and it does not answer. It is called "
-                f"at {place(block.frames)}{key}"
+                f"lock: nothing else of the process can run, and it does not answer. It is called"
+                f"{where}{key}"
             )
+        elif silent:
+            disk = any(worker.process.state == "D" for worker in silent)
+            why = "waits for a file system or a driver" if disk else "waits in a blocking call"
+            names = [worker.name for worker in silent]
+            yield f"{_workers(names)} silent: the process {why} and does not answer{where}"
 
 
 def _scheduler(report: Report, seen: list[Block]) -> Iterator[str]:
@@ -163,15 +171,6 @@ def _lock_of(block: Block) -> str:
     return "python" if named or said else ""
 
 
-def _silent(report: Report, seen: list[Block]) -> Iterator[str]:
-    for block in seen:
-        if idle := block.silent(busy=False):
-            where = f", at {place(block.frames)}" if block.frames else ""
-            disk = any(worker.process.state == "D" for worker in idle.values())
-            why = "waits for a file system or a driver" if disk else "waits in a blocking call"
-            yield f"{_workers(idle)} silent: the process {why} and does not answer{where}"
-
-
 def _unrunnable(report: Report, seen: list[Block]) -> Iterator[str]:
     if report.problem:
         yield report.problem[0].upper() + report.problem[1:]
@@ -184,7 +183,7 @@ def _unrunnable(report: Report, seen: list[Block]) -> Iterator[str]:
 
 
 RULES: list[Callable[[Report, list[Block]], Iterator[str]]] = [
-    *(_stopped, _gone, _gil, _scheduler, _gangs, _paused, _locks, _silent, _unrunnable),
+    *(_stopped, _gone, _silent, _scheduler, _gangs, _paused, _locks, _unrunnable),
 ]
 
 

@@ -14,6 +14,7 @@ from hpcdask.jobs.detached import named
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
 from hpcdask.jobs.logs import ClusterLogs, LogLine, merged
 from hpcdask.jobs.state import WAITING, counts
+from hpcdask.logs import say
 from hpcdask.node.nanny import LOGS
 
 from .look import SCHEDULER, WORKER, Request, Target, ask_all, find
@@ -28,6 +29,8 @@ def reader_of(name: str | None, base: str | None) -> JobLogs | RunLogs:
     if name and (folder := named(name, clusters)):
         return JobLogs(folder)
     target = find(name, base)
+    if name is None:
+        say(f"the logs of {target.name}")
     for folder in clusters:
         if folder.name == target.name:
             return JobLogs(folder)
@@ -38,11 +41,6 @@ class JobLogs(ClusterLogs):
     """Logs of a cluster of jobs: files, of which none is `silent`."""
 
     silent: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Name of the cluster."""
-        return f"cluster {self.folder.name}"
 
     def waiting(self) -> str:
         """Return the number of jobs that wait, and for what; empty if none does."""
@@ -66,11 +64,6 @@ class RunLogs:
     silent: tuple[str, ...] = ()
     _since: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _seen: defaultdict[str, set[Record]] = field(default_factory=lambda: defaultdict(set))
-
-    @property
-    def name(self) -> str:
-        """Name of the run."""
-        return self.target.name
 
     def waiting(self) -> str:
         """Return nothing: all ranks of a run are there."""
