@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from distributed.scheduler import WorkerState
 from tornado.ioloop import PeriodicCallback
 
 from hpcdask.errors import UsageError
-from hpcdask.logs import html_table, text_table
+from hpcdask.logs import html_table, natural, text_table
 from hpcdask.spec.records import Record
 
 from .samples import INTERVAL_S, METRIC, READ, GpuSample
@@ -155,23 +155,22 @@ def _states(dask_scheduler: Any) -> list[dict[str, Any]]:
 
 @dataclass
 class _Gpu:
-    """Record of one GPU, which `workers` have; `lap` is its use since `GpuMonitor.start_lap`."""
+    """Record of one GPU; `lap` is its use since `GpuMonitor.start_lap`."""
 
-    workers: list[WorkerState] = field(default_factory=list)
     state: GpuState | None = None
     usage: GpuUsage = field(default_factory=GpuUsage)
     lap: GpuUsage = field(default_factory=GpuUsage)
 
-    def add(self, told: dict[str, Any]) -> None:
-        """Add a sample if it is newer than the last one."""
+    def add(self, told: dict[str, Any], workers: list[WorkerState]) -> None:
+        """Add a sample of the workers that have the GPU, if it is newer than the last one."""
         before = self.state.sample if self.state else None
         if told["time"] <= (before.time if before else 0):
             return
         sample = GpuSample.from_json(told)
         for usage in (self.usage, self.lap):
             usage.add(before, sample)
-        names = ", ".join(str(ws.name) for ws in self.workers)
-        pool = sum((ws.metrics.get("rmm") or {}).get("rmm-total") or 0 for ws in self.workers)
+        names = ", ".join(sorted((str(ws.name) for ws in workers), key=natural))
+        pool = sum((ws.metrics.get("rmm") or {}).get("rmm-total") or 0 for ws in workers)
         rates = (sample.rate(before, link) for link in ("nvlink", "pcie"))
         self.state = GpuState(sample, names, pool or None, *rates)
 
@@ -180,51 +179,47 @@ class GpuMonitor(SchedulerPlugin):
     """Monitor of the GPUs of a scheduler's workers, present and past."""
 
     name = NAME
-    _scheduler: Scheduler
+    _scheduler: Scheduler | None = None
 
     def __init__(self) -> None:
-        self._gpus: dict[str, _Gpu] = {}
+        self._gpus: defaultdict[str, _Gpu] = defaultdict(_Gpu)
 
     async def start(self, scheduler: Scheduler) -> None:
         """See `SchedulerPlugin.start`."""
         self._scheduler = scheduler
         scheduler.periodic_callbacks[NAME] = PeriodicCallback(self._tick, INTERVAL_S * 1000)
 
-    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """See `SchedulerPlugin.add_worker`."""
-        ws = scheduler.workers[worker]
-        if told := ws.metrics.get(METRIC):
-            self._gpus.setdefault(told["uuid"], _Gpu()).workers.append(ws)
-
-    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        """See `SchedulerPlugin.remove_worker`."""
-        for gpu in self._held():
-            gpu.workers = [ws for ws in gpu.workers if ws.address != worker]
-            if not gpu.workers:  # others may use the GPU meanwhile: that is not of this run
-                gpu.state = None
-
-    def _held(self) -> list[_Gpu]:
-        return [gpu for gpu in self._gpus.values() if gpu.workers]
+    def _workers(self) -> dict[str, list[WorkerState]]:
+        """Return the workers that have GPUs, by its UUID."""
+        found = defaultdict(list)
+        for ws in self._scheduler.workers.values() if self._scheduler else ():
+            if told := ws.metrics.get(METRIC):
+                found[told["uuid"]].append(ws)
+        return found
 
     def _tick(self) -> None:
         """Add the samples of the workers' last heartbeats."""
-        for gpu in self._held():
-            gpu.add(gpu.workers[0].metrics[METRIC])
+        held = self._workers()
+        for uuid in self._gpus.keys() - held:  # what others do there meanwhile is not of this run
+            self._gpus[uuid].state = None
+        for uuid, workers in held.items():
+            self._gpus[uuid].add(workers[0].metrics[METRIC], workers)
 
     async def refresh(self) -> None:
         """Ask workers to read their GPUs now; leave out workers that do not answer at once."""
 
-        async def ask(gpu: _Gpu) -> None:
+        async def ask(uuid: str, workers: list[WorkerState]) -> None:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(READ_DEADLINE_S):
-                    gpu.add(await getattr(self._scheduler.rpc(gpu.workers[0].address), READ)())
+                    peer: Any = self._scheduler and self._scheduler.rpc(workers[0].address)
+                    self._gpus[uuid].add(await getattr(peer, READ)(), workers)
 
-        await asyncio.gather(*map(ask, self._held()))
+        await asyncio.gather(*(ask(*one) for one in self._workers().items()))
 
     def table(self) -> GpuTable:
         """Return the present states of the GPUs that workers have, by host and index."""
-        states = [gpu.state for gpu in self._held() if gpu.state]
-        return GpuTable(sorted(states, key=lambda one: (one.sample.host, one.sample.index or 0)))
+        states = [state for uuid in self._workers() if (state := self._gpus[uuid].state)]
+        return GpuTable(sorted(states, key=lambda state: natural(state.sample.label)))
 
     def usage(self) -> RunUsage | None:
         """Return the use of all GPUs so far; None if none was sampled."""

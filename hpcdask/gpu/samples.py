@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from tornado.ioloop import PeriodicCallback
 
 from hpcdask.errors import HpcdaskError
 from hpcdask.spec.records import Record
@@ -128,35 +129,16 @@ def read_sample(uuid: str) -> GpuSample | None:
     )
 
 
-class GpuReporter:
-    """Reporter of a worker's GPU: the last sample is among its metrics, at first an empty one."""
+def report_gpu(worker: Worker, uuid: str) -> None:
+    """Add samples of a worker's GPU to its metrics: one a second, and at first an empty one."""
+    latest = GpuSample(uuid, 0.0, socket.gethostname())
 
-    def __init__(self, worker: Worker, uuid: str) -> None:
-        self._sample = GpuSample(uuid, 0.0, socket.gethostname())
-        self._stopped = threading.Event()
-        worker.handlers[READ] = self.read
-        worker.metrics[METRIC] = lambda worker: self._sample.to_json()
+    async def read() -> dict[str, Any]:
+        nonlocal latest
+        if (sample := await asyncio.to_thread(read_sample, uuid)) is not None:
+            latest = sample
+        return latest.to_json()
 
-    def start(self) -> None:
-        """Start to read the GPU once a second, in a thread."""
-        threading.Thread(target=self._run, name="gpu-sampler", daemon=True).start()
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        while self._read() and not self._stopped.wait(INTERVAL_S):
-            pass
-
-    def _read(self) -> bool:
-        """Read the GPU; return whether NVML shows it."""
-        if (sample := read_sample(self._sample.uuid)) is None:
-            return False
-        self._sample = sample
-        return True
-
-    async def read(self) -> dict[str, Any]:
-        """Read the GPU now, and return the sample."""
-        await asyncio.to_thread(self._read)
-        return self._sample.to_json()
+    worker.handlers[READ] = read
+    worker.metrics[METRIC] = lambda worker: latest.to_json()
+    worker.periodic_callbacks[METRIC] = PeriodicCallback(read, INTERVAL_S * 1000)

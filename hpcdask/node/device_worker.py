@@ -28,7 +28,7 @@ from hpcdask.errors import HpcdaskError
 from hpcdask.gpu import context, memory, oom
 from hpcdask.gpu.context import CONTEXT_MADE, FirstUse, make_context
 from hpcdask.gpu.memory import ON_HOST, MemoryPlan
-from hpcdask.gpu.samples import GpuReporter
+from hpcdask.gpu.samples import report_gpu
 from hpcdask.logs import say, set_log_level, sign_lines
 from hpcdask.process import make_observable, mark
 from hpcdask.security import ports
@@ -46,8 +46,6 @@ TOLD_DEADLINE_S = 1.0
 
 class DeviceWorker(PeerWorker):
     """distributed's worker, bound first to cores and GPU; ``restarted`` after another died."""
-
-    _reporter: GpuReporter | None = None
 
     def __init__(
         self,
@@ -88,7 +86,7 @@ class DeviceWorker(PeerWorker):
         self._first_use = FirstUse()
         super().__init__(*args, on_device=bind_gpu is not None, **kwargs)
         if bind_gpu is not None:
-            self._reporter = GpuReporter(self, bind_gpu)
+            report_gpu(self, bind_gpu)
         self.handlers[LOOK] = self._tell_work
         send_at_once(self.batched_stream)
 
@@ -110,8 +108,6 @@ class DeviceWorker(PeerWorker):
 
     async def _warm(self) -> None:
         """Exchange with peers first, which shows how fast they are, then use the device once."""
-        if self._reporter is not None:
-            self._reporter.start()
         await super()._warm()
         if self.on_device and self.status in WORKING:
             self._first_use.start()
@@ -181,8 +177,6 @@ class DeviceWorker(PeerWorker):
     async def close(self, *args: Any, **kwargs: Any) -> Any:
         """Close, without complaints about what is closed already."""
         self._first_use.stopped.set()
-        if self._reporter is not None:
-            self._reporter.stop()
         set_log_level("CRITICAL")
         if kwargs.get("reason") == RUN_IS_OVER:  # plugins close, Dask tasks are not waited for
             kwargs["executor_wait"] = False

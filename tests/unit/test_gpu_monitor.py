@@ -15,7 +15,7 @@ from hpcdask.errors import UsageError
 from hpcdask.gpu import monitor as monitoring
 from hpcdask.gpu import samples
 from hpcdask.gpu.monitor import GpuMonitor, GpuTable, monitor_of, usage_lines
-from hpcdask.gpu.samples import GpuReporter, GpuSample, read_sample
+from hpcdask.gpu.samples import GpuSample, read_sample, report_gpu
 from hpcdask.gpu.usage import GpuUsage, RunUsage, summary
 from launching import until
 
@@ -95,11 +95,9 @@ async def cluster(*uuids: str | None) -> AsyncIterator[tuple[Scheduler, list[Wor
         workers = []
         for number, uuid in enumerate(uuids):
             worker = Worker(scheduler.address, name=f"w{number}", dashboard=False)
-            reporter = None if uuid is None else GpuReporter(worker, uuid)
+            if uuid is not None:
+                report_gpu(worker, uuid)
             workers.append(await stack.enter_async_context(worker))
-            if reporter is not None:
-                stack.callback(reporter.stop)
-                reporter.start()
         count = len({*uuids} - {None})
         await until(lambda: len(monitor_of(scheduler).table()) == count, 30, "samples")
         yield scheduler, workers
@@ -122,7 +120,7 @@ def test_from_nvml_to_the_table(nvml):
                 "MIG-c": "w2",
             }
             assert of["GPU-a"].sample.energy_j == 9360
-            head, first, of_slice, _ = repr(table).splitlines()
+            head, first, _, of_slice = repr(table).splitlines()
             assert head.startswith("node")
             assert "350 W" in first
             assert "power cap" in first
