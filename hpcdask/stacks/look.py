@@ -62,34 +62,25 @@ class Target:
         """Return the run of a scheduler file. Raises SchedulerFileError."""
         content = scheduler_file.read(path)
         own = content["hpcdask"]
-        return cls(
-            name=name or path,
-            addresses=_addresses(content["address"], own.get("doors", {})),
-            security=to_security(load_credentials(own["keys"]) if own.get("keys") else {}),
-            parts=own.get("parts", {}),
-            host=own.get("host", ""),
-            here=own.get("host") == socket.gethostname(),
-            script=own.get("script", ""),
-        )
+        addresses = _addresses(content["address"], own.get("doors", {}))
+        security = to_security(load_credentials(own["keys"]) if own.get("keys") else {})
+        parts, host, script = own.get("parts", {}), own.get("host", ""), own.get("script", "")
+        here = host == socket.gethostname()
+        return cls(name or path, addresses, security, parts, host, here, script=script)
 
     @classmethod
     def of_cluster(cls, folder: ClusterFolder) -> Self:
         """Return the cluster of a folder. Raises SchedulerFileError without its keys."""
         known, owner = folder.report(), folder.owner
+        addresses = _addresses(known.address, known.doors)
         keys = load_credentials(str(folder.keys)) if folder.keys.exists() else {}
-        return cls(
-            name=folder.name,
-            addresses=_addresses(known.address, known.doors),
-            security=to_security(keys),
-            parts={detached.holder(folder): owner.pid},
-            host=owner.host,
-            here=owner.lives() is not None,
-            cluster=known,
-        )
+        parts, here = {detached.holder(folder): owner.pid}, owner.lives() is not None
+        return cls(folder.name, addresses, to_security(keys), parts, owner.host, here, known)
 
 
 def _addresses(scheduler: str, nannies: dict[str, str]) -> dict[str, str]:
-    return {SCHEDULER: scheduler} | {f"{WORKER}{name}": nannies[name] for name in nannies}
+    names = sorted(nannies, key=natural)
+    return {SCHEDULER: scheduler} | {f"{WORKER}{name}": nannies[name] for name in names}
 
 
 @dataclass(frozen=True)
@@ -195,10 +186,11 @@ async def look(target: Target) -> Report:
     told, error = answers.pop(SCHEDULER)
     if told and told["status"] != "OK":
         error = f"it could not tell: {told.get('text', told['status'])}"
+    known = {} if error else told["result"]
     unreached = {SCHEDULER: error} if error else {}
     workers: list[WorkerLook] = []
     parts: dict[str, ProcessView] = {}
-    for name, (answer, error) in sorted(answers.items(), key=lambda one: natural(one[0])):
+    for name, (answer, error) in answers.items():
         if error:
             unreached[name] = error
             continue
@@ -211,15 +203,8 @@ async def look(target: Target) -> Report:
             parts[part] = await asyncio.to_thread(observe, pid)
         elif part not in parts:
             unreached[part] = f"it is process {pid} on {target.host}. There: hpcdask stacks"
-    return Report(
-        name=target.name,
-        work={} if SCHEDULER in unreached else told["result"],
-        workers=workers,
-        parts=parts,
-        unreached=unreached,
-        jobs=counts(target.cluster.jobs),
-        problem=target.cluster.problem,
-    )
+    jobs, problem = counts(target.cluster.jobs), target.cluster.problem
+    return Report(target.name, known, workers, parts, unreached, jobs, problem)
 
 
 async def ask_all(target: Target, requests: Mapping[str, Request]) -> dict[str, tuple[Any, str]]:
