@@ -95,7 +95,7 @@ class RunUsage(Record):
 
 def summary(gpus: Iterable[GpuUsage]) -> RunUsage | None:
     """Return the sums over GPUs; None if none was sampled."""
-    gpus = [gpu for gpu in gpus if gpu.label]
+    gpus = sorted((gpu for gpu in gpus if gpu.label), key=lambda gpu: natural(gpu.label))
     if not gpus:
         return None
     known = [gpu for gpu in gpus if gpu.busy_s is not None]
@@ -127,16 +127,12 @@ def _problems(gpus: Sequence[GpuUsage]) -> Iterator[str]:
         least = HELD_BACK.get(reason, SELDOM)
         if often := {label: part for label, part in parts.items() if part >= least}:
             most = f"{100 * max(often.values()):.0f} %"
-            yield f"clocks were held back by {reason}, up to {most} of the time: {_names(often)}"
+            yield f"clocks were held back by {reason}, up to {most} of the time: {some(often, NAMED)}"
     for kind in ("uncorrected", "corrected"):
         errors = {gpu.label: n for gpu in gpus if (n := int(gpu.rises.get(f"ecc_{kind}", 0)))}
         if errors:
             count = plural(sum(errors.values()), f"{kind} ECC error")
-            yield f"{count} of memory: {_names(errors)}"
+            yield f"{count} of memory: {some(errors, NAMED)}"
     known = [gpu for gpu in gpus if gpu.seconds >= LEAST_S and gpu.busy_s is not None]
     if idle := [gpu.label for gpu in known if 100 * (gpu.busy_s or 0) < IDLE * gpu.seconds]:
-        yield f"idle, with a mean utilisation below {IDLE:.0f} %: {_names(idle)}"
-
-
-def _names(labels: Iterable[str]) -> str:
-    return some(sorted(labels, key=natural), NAMED)
+        yield f"idle, with a mean utilisation below {IDLE:.0f} %: {some(idle, NAMED)}"
