@@ -126,8 +126,8 @@ def _problems(gpus: Sequence[GpuUsage]) -> Iterator[str]:
         parts = {gpu.label: gpu.held_back_s[reason] / (gpu.seconds or 1) for gpu in gpus}
         least = HELD_BACK.get(reason, SELDOM)
         if often := {label: part for label, part in parts.items() if part >= least}:
-            most = f"{100 * max(often.values()):.0f} %"
-            yield f"clocks were held back by {reason}, up to {most} of the time: {some(often, NAMED)}"
+            most, names = f"{100 * max(often.values()):.0f} %", some(often, NAMED)
+            yield f"clocks were held back by {reason}, up to {most} of the time: {names}"
     for kind in ("uncorrected", "corrected"):
         errors = {gpu.label: n for gpu in gpus if (n := int(gpu.rises.get(f"ecc_{kind}", 0)))}
         if errors:
