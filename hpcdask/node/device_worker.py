@@ -69,7 +69,7 @@ class DeviceWorker(PeerWorker):
                 mark(CONTEXT_MADE)
                 # not beside it, in a thread: what packages put into the environment while the
                 # driver reads it ended one worker of 100 by SIGSEGV
-                load(_needed(device_memory, kwargs.get("exchange", "tcp")))
+                _import_packages(device_memory, kwargs.get("exchange", "tcp"))
                 mark("packages imported")
                 memory.apply(device_memory, restarted=restarted)
             except HpcdaskError:
@@ -187,12 +187,16 @@ class DeviceWorker(PeerWorker):
             os._exit(1)
 
 
-def _needed(plan: MemoryPlan, exchange: str) -> list[str]:
-    """Return the modules that the worker imports before it registers."""
-    # CuPy by all means: its libraries must not be loaded in a thread while UCX loads its own. And
-    # what loads cupyx, a lazy module: its lock and the import lock of dask.array, taken by two
-    # threads, ended in a deadlock (CuPy 14.2)
-    needed = ["dask_cuda.device_host_file", "cupy", "distributed.protocol.cupy", *plan.libraries]
+def _import_packages(plan: MemoryPlan, exchange: str) -> None:
+    """Import what the worker needs before it registers, while it has one thread."""
+    # CuPy by all means: its libraries must not be loaded in a thread while UCX loads its own
+    needed = ["dask_cuda.device_host_file", "cupy", *plan.libraries]
     if plan.allocator != "cuda":
         needed += ["rmm", *(f"rmm.allocators.{library}" for library in plan.libraries)]
-    return [*needed, UCX] if exchange == "ucx" else needed
+    load([*needed, UCX] if exchange == "ucx" else needed)
+    with contextlib.suppress(ImportError):
+        import cupy
+
+        # A lazy module of CuPy 14.2, loaded by the first look at it. Its lock and the import lock
+        # of another package, taken by two threads, ended in a deadlock
+        dir(cupy.testing)

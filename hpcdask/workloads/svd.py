@@ -47,6 +47,7 @@ CHUNKS_PER_SLOT: dict[Device, int] = {"cuda": 1, "cpu": SLABS_PER_SLOT}
 # Of the floats that a tile of rows becomes: bounds the scratch memory, and keeps a CPU in its cache
 TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 30, "cpu": 1 << 22}
 MIN_TILE_ROWS = 64  # each tile updates n x l sums, which takes as long as reading about l rows
+ROUNDING = 1e-3  # sum of a unit vector that is 0 but for rounding
 SPLIT_EVERY = 8  # of partial sums, (n + l) x l float64: 3.2 MB at the reference size
 # Chunks of packed rows do not fit those of a result; NumPy's meta also where chunks are on GPUs
 FREE_FORM: dict[str, Any] = {"align_arrays": False, "dtype": np.float64, "meta": np.empty((0, 0))}
@@ -190,7 +191,8 @@ def svd_rows(
     -------
     u, s, v : dask.array.Array
         Shapes (m, k), (k,), (k, n), float64, NumPy; zero past the resolved rank. No row of ``v``
-        has a negative sum. One Dask task per chunk and pass; ``u`` reads ``x`` another time.
+        has a negative sum; where all sums are 0, as of centred data, its largest entry is positive.
+        One Dask task per chunk and pass; ``u`` reads ``x`` another time.
 
     Raises
     ------
@@ -255,11 +257,11 @@ class Rows:
     prepare: Prepare | None
     packed: bool
 
-    @property
-    def as_float16(self) -> bool:
-        """Return whether tensor cores multiply tiles: float16 holds packed values exactly."""
-        on_gpu = self.device == "cuda" and self.prepare is None
-        return on_gpu and self.packed and self.work == "float32"
+    def dtype(self, block: Any) -> str:
+        """Return the type in which tiles are multiplied: tensor cores take bytes as float16."""
+        exact = block.dtype == np.uint8 and self.prepare is None  # float16 holds integers to 2048
+        on_tensor_cores = exact and self.device == "cuda" and self.work == "float32"
+        return "float16" if on_tensor_cores else self.work
 
     def tiles(self, block: Any, dtype: str) -> Iterator[Any]:
         """Yield some rows after the other as floats; each is gone when the next is asked for."""
@@ -301,13 +303,13 @@ def _products(block: Any, *, rows: Rows, width: int, seed: int) -> NDArray[np.fl
     """Return Z = AᵀY of a chunk A, and G = YᵀY below it, as (1, n + width, width)."""
     _check_chunk(block, rows.device)
     xp = array_module(rows.device)
-    right = _omega(rows.n, width, seed, rows.work, rows.device)
+    right = xp.asarray(_omega(rows.n, width, seed), rows.work)
     l = right.shape[1]  # noqa: E741
     zt, gram = xp.zeros((l, rows.n)), xp.zeros((l, l))
-    part = xp.empty((l, rows.n), rows.work)
+    part, dtype = xp.empty((l, rows.n), rows.work), rows.dtype(block)
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite gets an error below
-        for tile in rows.tiles(block, "float16" if rows.as_float16 else rows.work):
-            if rows.as_float16:
+        for tile in rows.tiles(block, dtype):
+            if dtype == "float16":
                 y = packing.multiply_float16(tile, right)
                 zt += packing.multiply_float16(tile, y, transposed=True).T
             else:
@@ -336,10 +338,9 @@ def _check_chunk(block: Any, device: Device) -> None:
 
 
 @functools.lru_cache(maxsize=4)
-def _omega(n: int, width: int, seed: int, work: str, device: Device) -> Any:
+def _omega(n: int, width: int, seed: int) -> NDArray[np.float64]:
     # Drawn on the host: the same on every worker, and nothing to send with the graph
-    omega = np.linalg.qr(np.random.default_rng(seed).standard_normal((n, width)))[0]
-    return array_module(device).asarray(omega, work)
+    return np.linalg.qr(np.random.default_rng(seed).standard_normal((n, width)))[0]
 
 
 def _left(blocks: list[Any], found: list[Any], *, rows: Rows) -> Floats:
@@ -357,13 +358,15 @@ def _left(blocks: list[Any], found: list[Any], *, rows: Rows) -> Floats:
 def _solve(sums: Any, *, k: int, rows: Rows, width: int, seed: int) -> NDArray[np.float64]:
     """Decompose the small matrix B: return what makes u of A (n, k), vᵀ (n, k) and s (1, k).
 
-    The signs are those of which no row of v has a negative sum. Zeros are past the rank.
+    No row of v has a negative sum, as of dask's own; of centred data, where sums are rounding, the
+    largest entry is positive. Zeros are past the rank.
     """
     n, sums = rows.n, to_host(sums)
     whiten = _whiten(sums[n:], rows.work)
     turn, s, v = np.linalg.svd((sums[:n] @ whiten).T, full_matrices=False)
-    right = _omega(n, width, seed, rows.work, "cpu") @ (whiten @ turn)
-    sign = np.where(v.sum(axis=1) < 0, -1.0, 1.0)
+    right = _omega(n, width, seed).astype(rows.work) @ (whiten @ turn)
+    sums_of_v, largest = v.sum(axis=1), v[np.arange(len(v)), abs(v).argmax(axis=1)]
+    sign = np.where(np.where(abs(sums_of_v) < ROUNDING, largest, sums_of_v) < 0, -1.0, 1.0)
     out = np.zeros((2 * n + 1, k))
     rank = min(k, len(s))
     out[:, :rank] = np.concatenate([right * sign, v.T * sign, s[None]])[:, :rank]

@@ -189,6 +189,15 @@ def test_svd_rows_has_the_signs_of_dask():
     np.testing.assert_allclose(u, stock_u[:, :4], atol=1e-3)
 
 
+def test_signs_of_centred_data_do_not_depend_on_rounding():
+    """Regression: rows of v then have sums of 0, and CPU and GPU gave opposite signs."""
+    x = np.random.default_rng(2).standard_normal((300, 12))
+    x -= x.mean(axis=1, keepdims=True)
+    _, v = dask.compute(*svd_workload.svd_rows(da.from_array(x, (100, 12)), 3, device="cpu")[1:])
+    assert abs(v.sum(axis=1)).max() < 1e-9
+    np.testing.assert_array_equal(v.max(axis=1), abs(v).max(axis=1))
+
+
 @pytest.mark.parametrize(
     ("prepare", "what"),
     [
