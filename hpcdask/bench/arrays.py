@@ -114,6 +114,7 @@ def run_svd(
         finish,
         repeats=repeats,
         x=x,
+        evenly=form == "tuned",
         chunks=chunks,
         workload="svd",
         form=form,

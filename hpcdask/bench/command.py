@@ -153,8 +153,8 @@ def workload(name: str, *options: Decorator) -> Decorator:
 @workload(
     "array",
     size_option(
-        "Bytes of float64. Default, for each GPU or thread: 250GB on GPUs, 800MB without; 8GB and "
-        "64MB for operations other than sum. Plain dask.array: less where there are many."
+        "Bytes of float64. Default, for each GPU or thread: 250GB on GPUs (plain dask.array 50GB), "
+        "200MB without; 2GB and 32MB for operations other than sum."
     ),
     click.option(
         "--operation",
@@ -179,8 +179,8 @@ def array_command(operation: str, form: Any, **how: Any) -> Runs:
 @workload(
     "svd",
     size_option(
-        "Bytes of the matrix. Default, for each GPU or thread: 25GB of uint8 on GPUs, 100MB "
-        "without; 1.6GB and 200MB of float64 with --exact."
+        "Bytes of the matrix. Default, for each GPU or thread: 25GB of uint8 on GPUs (plain "
+        "dask.array 5GB), 100MB without; 1.6GB and 200MB of float64 with --exact."
     ),
     click.option("--k", type=int, metavar="N", help="Singular values wanted. Default: 10."),
     click.option("--packed", is_flag=True, help="Pack four values from 0 to 3 into a byte."),

@@ -41,16 +41,16 @@ from hpcdask.gpu.usage import RunUsage
 from hpcdask.logs import say
 from hpcdask.workloads import Check, Device, WorkloadError, count_tasks
 
-#: Bytes for each GPU, and the most in all; the same for each thread without GPUs. That is seconds
-#: for each, unless the number of Dask tasks or a file system decides.
+#: Bytes for each GPU, and the most in all; the same for each thread without GPUs: all workloads
+#: together take a minute, unless the number of Dask tasks or a file system decides.
 SIZES: dict[str, tuple[float, float, float, float]] = {
-    "array, tuned": (250e9, math.inf, 800e6, math.inf),
-    "array, stock": (250e9, 1e12, 800e6, 32e9),
-    "operation": (8e9, 200e9, 64e6, 32e9),
+    "array, tuned": (250e9, math.inf, 200e6, math.inf),
+    "array, stock": (50e9, 400e9, 200e6, 32e9),
+    "operation": (2e9, 100e9, 32e6, 32e9),
     "svd, tuned": (25e9, math.inf, 100e6, math.inf),
-    "svd, stock": (25e9, 50e9, 100e6, 50e9),
+    "svd, stock": (5e9, 40e9, 100e6, 40e9),
     "svd exact": (1.6e9, 50e9, 200e6, 50e9),
-    "zarr": (1e9, 16e9, 100e6, 16e9),
+    "zarr": (250e6, 8e9, 100e6, 8e9),
 }
 # Workers need scratch arrays beside their input; Dask pauses those without a GPU at 0.8.
 USABLE_FRACTION: dict[Device, float] = {"cuda": 0.8, "cpu": 0.3}
@@ -100,9 +100,13 @@ def run(
     repeats: int,
     chunks: tuple[tuple[int, ...], ...],
     x: Any = None,
+    evenly: bool = False,
     **identity: Any,
 ) -> Measurement:
-    """Measure what ``build`` makes of ``x``, which the workers hold, and the number of a repeat."""
+    """Measure what ``build`` makes of ``x``, which the workers hold, and the number of a repeat.
+
+    `evenly`: each worker holds as many chunks of rows. One with more is late, or sends one away.
+    """
     build(x, 0)  # input errors come before the first line of output
     draft = Measurement(
         shape=tuple(map(sum, chunks)),
@@ -116,7 +120,12 @@ def run(
         f"{draft.n_chunks} chunks of {draft.largest[0]} x {draft.largest[1]}"
     )
     if x is not None:
-        x = x.persist()
+        addresses, n_chunks = [worker.address for worker in cluster.workers], x.numblocks[0]
+        with contextlib.ExitStack() as stack:
+            if evenly:
+                place = lambda key: addresses[key[1] * len(addresses) // n_chunks]  # noqa: E731
+                stack.enter_context(dask.annotate(workers=place, allow_other_workers=True))
+            x = x.persist()
         wait(cluster, x)
     timed = measure(cluster, lambda index: build(x, index), repeats)
     result, checks = finish(x, timed)
