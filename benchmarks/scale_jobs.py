@@ -25,7 +25,7 @@ import hpcdask
 from hpcdask.clusters.controller import Controller, Group
 from hpcdask.clusters.job import Policy
 from hpcdask.clusters.options import ClusterOptions
-from hpcdask.clusters.scheduler import ClusterScheduler
+from hpcdask.clusters.scheduler import make_security, start_scheduler
 from hpcdask.jobs.discovery import survey
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import set_log_level
@@ -61,13 +61,10 @@ async def measure(jobs: int, place: Path) -> Costs:
     folder.write_script(f"#!/bin/bash\n{DIRECTIVE}{json.dumps(asked)}\ntrue\n")
     keywords = {"device": "cpu", "scheduler_options": {"dashboard_address": "127.0.0.1:0"}}
     options = ClusterOptions.read(hpcdask.LocalCUDAJobCluster, keywords)
-    scheduler = ClusterScheduler(options, print_aside)
-    scheduler.make_scratch()
-    scheduler.save_keys(str(folder.keys))
-    await scheduler.start()
-    assert scheduler.server is not None
+    security = make_security(None, str(folder.keys), print_aside)
+    scheduler = await start_scheduler(options, security, str(place))
     queue = LocalQueue([cluster])
-    controller = Controller(scheduler.server, queue, folder, poll_interval_s=5.0, say=print_aside)
+    controller = Controller(scheduler, queue, folder, poll_interval_s=5.0, say=print_aside)
     group = controller.add_group("", 1, Policy())
     controller.start()
     try:
@@ -98,7 +95,7 @@ async def measure_reconcile(costs: Costs, name: str, controller: Controller, gro
     seen = await controller.ask(ids)
     with timed(costs, name, REPEATS):
         for _ in range(REPEATS):
-            controller.observe(set(ids), seen)
+            controller.observe(seen)
             group.act()
 
 

@@ -46,11 +46,9 @@ class BaseCluster(Cluster):
             return
         upstream.loop_runner(self).start()
         try:
-            self.sync(self._start)
-        except BaseException as error:
+            self._request("start", self._start)
+        except BaseException:
             self.close()
-            if isinstance(error, HpcdaskError):
-                raise error.with_traceback(None) from None  # the event loop's tells nothing
             raise
 
     def close(self, timeout: float | None = None) -> Awaitable[None] | None:

@@ -25,11 +25,15 @@ from hpcdask.client.defaults import suiting_devices
 from hpcdask.client.gang_scheduler import MOST_WORKERS
 from hpcdask.comm.warmup import transport_of
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.gpu.monitor import GpuTable, monitor_of
+from hpcdask.gpu.monitor import GpuTable, monitor_of, usage_lines
 from hpcdask.jobs import watchdog
 from hpcdask.jobs.folder import ClusterFolder, new_name, prune
 from hpcdask.jobs.state import OVER
 from hpcdask.logs import say
+from hpcdask.node.scratch import scratch_folder
+from hpcdask.process import make_observable, owner_text
+from hpcdask.security import private
+from hpcdask.security.nearby import NearbySecurity
 from hpcdask.spec.keywords import describe, spell_out
 from hpcdask.spec.names import group_id
 from hpcdask.upstream import distributed as upstream
@@ -40,8 +44,8 @@ from .controller import SHUT_DOWN, Controller, Group
 from .display import JobTable
 from .job import Job
 from .keywords import ClusterKeywords, Time, keywords_of_class, seconds
-from .options import ClusterOptions
-from .scheduler import ClusterScheduler
+from .options import NO_ADDRESS, ClusterOptions
+from .scheduler import locate, make_security, start_scheduler
 
 _PARAMETERS = """
 
@@ -70,12 +74,16 @@ class JobCluster(BaseCluster):
     """Base of the clusters for the several queueing systems; see `SLURMCUDACluster`.
 
     `queue_name` is the queue's name in `hpcdask.queues.registry`, `keywords` the dict of those that
-    the class takes. `controller` is None before the start.
+    the class takes. `scheduler` and `controller` are None before the start. `security` is what
+    workers and clients prove themselves with. `dashboard_link` is the dashboard's address, seen
+    from this machine, and `tunnel` the command that brings it to the user's, if one is needed.
     """
 
     queue_name: ClassVar[str]
     keywords: ClassVar[type] = ClusterKeywords
     _instances: ClassVar[weakref.WeakSet[JobCluster]] = weakref.WeakSet()
+    dashboard_link: str = ""
+    tunnel: str = ""
 
     def __init_subclass__(cls) -> None:
         if "keywords" in vars(cls):
@@ -102,8 +110,10 @@ class JobCluster(BaseCluster):
         asynchronous, loop = keywords.pop("asynchronous", False), keywords.pop("loop", None)
         self.options = ClusterOptions.read(type(self), {"n_workers": n_workers, **keywords})
         self.queue, self.groups = self.options.queue, self.options.groups
+        self.scheduler: Scheduler | None = None
+        self.security: Security = NearbySecurity()
         self.controller: Controller | None = None
-        self._own_scheduler = ClusterScheduler(self.options, self._say)
+        self._scratch = ""
         self._watchdog: Popen[bytes] | None = None
         self._ending: asyncio.Future[None] | None = None
         if any(group.n_workers for group in self.groups.values()):
@@ -121,16 +131,6 @@ class JobCluster(BaseCluster):
         """Return the cluster's name in the queue and on disk."""
         return new_name(self.name)
 
-    @property
-    def scheduler(self) -> Scheduler | None:
-        """Return the scheduler; None before the start."""
-        return self._own_scheduler.server
-
-    @property
-    def security(self) -> Security:
-        """Return the credentials of workers and clients."""
-        return self._own_scheduler.security
-
     # Start and end
 
     def take_folder(self, folder: ClusterFolder) -> None:
@@ -145,13 +145,17 @@ class JobCluster(BaseCluster):
             if warning := open_folder_warning():
                 self._say(warning)
         folder = await asyncio.to_thread(self._make_folders)  # file systems may be slow
-        watching = asyncio.ensure_future(asyncio.to_thread(watchdog.start_watchdog, folder))
+        loop = asyncio.get_running_loop()
+        watching = loop.run_in_executor(None, watchdog.start_watchdog, folder)
         try:
-            await self._own_scheduler.start()
+            scheduler = await start_scheduler(self.options, self.security, self._scratch)
         finally:
             self._watchdog = await watching
+        self.scheduler = scheduler
+        is_local = self.queue.is_local
+        self.dashboard_link, self.tunnel = locate(scheduler, is_local=is_local, say=self._say)
         access: Any = self.security.get_connection_args("client")
-        self.scheduler_comm = rpc(self._own_scheduler.address, connection_args=access)
+        self.scheduler_comm = rpc(scheduler.address, connection_args=access)
         for name, group in self.groups.items():
             await asyncio.to_thread(folder.write_script, self.job_script(name), name)
             for directive in self.queue.replaced(group.job):
@@ -159,9 +163,8 @@ class JobCluster(BaseCluster):
                     f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs "
                     f"by a tag in its place"
                 )
-        assert self.scheduler is not None
         self.controller = Controller(
-            self.scheduler,
+            scheduler,
             self.queue,
             folder,
             poll_interval_s=self.options.poll_interval_s,
@@ -173,7 +176,7 @@ class JobCluster(BaseCluster):
             self.controller.add_group(name, group.workers, group.policy, **resources)
         self.controller.start()
         self.controller.spawn(self._prune())
-        self.scheduler.extensions[MOST_WORKERS] = self._most_workers
+        scheduler.extensions[MOST_WORKERS] = self._most_workers
         await super()._start()
         if wishes := {name: one.n_workers for name, one in self.groups.items() if one.n_workers}:
             await self._scale(wishes)
@@ -187,8 +190,11 @@ class JobCluster(BaseCluster):
             self._folder = ClusterFolder.create(self.id, self.queue_name, base=base)
         if self.options.logs is not None:
             self._folder.logs_in(self.options.logs)
-        self._own_scheduler.save_keys(str(self._folder.keys))
-        self._own_scheduler.make_scratch()
+        keys = str(self._folder.keys)
+        self.security = make_security(self.options.security, keys, self._say)
+        # distributed's usual folder, which is on sys.path as well, may be another user's
+        self._scratch = scratch_folder(None, lambda path: None)
+        make_observable()
         return self._folder
 
     async def _close(self) -> None:
@@ -204,7 +210,13 @@ class JobCluster(BaseCluster):
         self.status = Status.closing
         if self.controller is not None:
             self.controller.expect_end()
-        await self._own_scheduler.close()
+        if (scheduler := self.scheduler) is not None and scheduler.status != Status.closed:
+            await monitor_of(scheduler).refresh()
+            for line in usage_lines(scheduler):
+                self._say(line)
+            await scheduler.close(reason="the cluster is closed")
+        if self._scratch:
+            private.remove(self._scratch, owner_text())
         try:
             if self.controller is not None:
                 await self.controller.close()
@@ -403,7 +415,7 @@ class JobCluster(BaseCluster):
             self.queue,
             group_id(self.id, name),
             folder,
-            self._own_scheduler.address,
+            self.scheduler.address if self.scheduler else NO_ADDRESS,
             tls=self.security.require_encryption,
         )
 
@@ -436,15 +448,6 @@ class JobCluster(BaseCluster):
     def _say(self, line: str) -> None:
         upstream.log(self, line)
         say(line)
-
-    @property
-    def dashboard_link(self) -> str:
-        """Return the address of the dashboard, seen from this machine."""
-        return self._own_scheduler.dashboard_link
-
-    @property
-    def tunnel(self) -> str:
-        return self._own_scheduler.tunnel
 
     def _transport(self) -> str:
         return transport_of(self.scheduler, on_device=bool(self.gpus()))

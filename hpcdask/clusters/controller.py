@@ -24,7 +24,7 @@ from hpcdask.queues.job_state import QueueStatus
 from hpcdask.spec.names import group_id, parse_worker_name
 
 from . import display, retire
-from .job import Actions, Failure, History, Job, Policy, ends_at, margin_s, observe, plan, record
+from .job import Actions, History, Job, Policy, ends_at, margin_s, observe, plan, record
 
 #: Why a cluster ends that nobody closed.
 SHUT_DOWN = (
@@ -49,6 +49,10 @@ LEAVE_S = 15.0
 #: Seconds that jobs get to end by themselves when their scheduler closes; seconds between two
 #: requests to cancel them; seconds until all must be gone.
 END_S, REPEAT_S, CLOSE_S = 3.0, 10.0, 60.0
+
+
+#: Jobs that the queue was asked for; None for those that it does not show.
+Answer = Mapping[str, QueueStatus | None]
 
 
 @dataclass(eq=False)
@@ -176,11 +180,12 @@ class Group:
 
     # What the controller asks
 
-    def observe(self, asked: Collection[str], seen: Mapping[str, QueueStatus]) -> None:
+    def observe(self, answer: Answer) -> None:
         """Fold in the queue's answer and the connected workers."""
         now, controller = time.time(), self.controller
         workers = self.connected()
-        copies = {copy for job_id in seen.keys() & self.jobs for copy in seen[job_id].copies}
+        mine = [answer[job_id] for job_id in answer.keys() & self.jobs]
+        copies = {copy for seen in mine if seen for copy in seen.copies}
         # of a submission that got no answer, or made by the queue
         if unknown := (workers.keys() | copies) - self.jobs.keys():
             self.enter(unknown)
@@ -190,8 +195,8 @@ class Group:
                 continue
             after = observe(
                 before,
-                seen.get(job_id),
-                asked=job_id in asked,
+                answer.get(job_id),
+                asked=job_id in answer,
                 workers=[str(ws.name) for ws in states],
                 held=sum(ws.nbytes for ws in states),
                 now=now,
@@ -206,7 +211,7 @@ class Group:
             stuck = after.stuck and after.overdue and not before.overdue
             if stuck or (ended and not meant and after.state is not JobState.COMPLETED):
                 controller.spawn(self._tell_end(after))
-        if asked and not controller.closing:
+        if answer and not controller.closing:
             for reason, text in self._lasting().items():  # once for each
                 subject = f"waits {reason.partition(',')[0]} {self.name}"
                 controller.warn(subject, self._named(text))
@@ -229,27 +234,16 @@ class Group:
             self._retry_s = RETRY_S[0]
         if self.submission is not None or self.failure is not None:
             return
-        if actions.failure is not None:
-            self.submission = asyncio.create_task(self._give_up(actions.failure))
+        if actions.failed:
+            self.submission = asyncio.create_task(self._give_up())
         elif actions.submit and time.time() >= self.retry_at:
             self.submission = asyncio.create_task(self._submit())
 
     def _plan(self) -> Actions:
-        counting = self.active()
-        running, closable = [job for job in counting if job.workers], list[str]()
-        if len(counting) > self.wanted and running:  # idle ones are given up first
-            idle = retire.closable(self.controller.scheduler, self.job_of)
-            order = {job_id: number for number, job_id in enumerate(idle)}
-            running.sort(key=lambda job: (order.get(job.id, len(order)), job.held))
-            closable = [job.id for job in running]
-        return plan(
-            self.wanted,
-            self.jobs.values(),
-            self._history,
-            closable=closable,
-            now=time.time(),
-            policy=self.policy,
-        )
+        jobs, counting, now = self.jobs.values(), self.active(), time.time()
+        crowded = len(counting) > self.wanted and any(job.workers for job in counting)
+        idle = retire.closable(self.controller.scheduler, self.job_of) if crowded else []
+        return plan(self.wanted, jobs, self._history, idle=idle, now=now, policy=self.policy)
 
     async def finish_submission(self) -> None:
         """Learn at the end which jobs were submitted."""
@@ -328,9 +322,9 @@ class Group:
             await asyncio.to_thread(folder.record, found, self.name)
             self.enter(found)
 
-    async def _give_up(self, failure: Failure) -> None:
+    async def _give_up(self) -> None:
         """Fail with what the last job wrote."""
-        facts = failure, self.policy.start_timeout_s, self.controller.folder
+        facts = self._history, self.policy, self.controller.folder
         error = await asyncio.to_thread(display.jobs_failed, *facts)
         self.submission = None
         self._fail(error)
@@ -360,41 +354,35 @@ class Group:
 
     async def _retire(self, job_id: str, life: int) -> None:
         """Make a job's workers hand over what they hold, so that the job ends."""
+        controller = self.controller
+        scheduler = controller.scheduler
         try:
             while (job := self.jobs[job_id]).leaving and job.restarts == life and job.workers:
-                if job.is_over or await self._hand_over(job):
-                    break
-                await asyncio.sleep(1.0)  # until somebody can take what it holds
+                early_s = LAST_PART * margin_s(job, self.policy)  # before the queue kills it
+                left_s = ends_at(job, self.policy) - early_s - time.time()
+                if left_s <= 0:
+                    controller.say(
+                        f"job {job.id} reaches its walltime and nobody could take over in time: "
+                        f"what it holds or runs is computed again"
+                    )
+                    reason = "walltime"
+                    await retire.force_out(scheduler, job.workers, reason=reason, expected=False)
+                    return
+                deadline_s = left_s if job.expiring else min(left_s, ATTEMPT_S)
+                gone = await retire.retire(scheduler, job.workers, deadline_s=deadline_s)
+                if gone >= job.workers:
+                    return
+                if not job.expiring and len(self.active()) < self.wanted:
+                    self.mark([job_id], leaving=False)  # there is work for it again
+                    controller.wake()
+                elif self.emptied and not any(other.workers for other in self.active()):
+                    await retire.force_out(scheduler, job.workers, reason="scaled-to-0")
+                else:
+                    await asyncio.sleep(1.0)  # until somebody can take what it holds
         except Exception as error:  # a job must not stay for ever as one that leaves
             problem = f"job {job_id} cannot hand over what it holds, and is asked again"
-            self.controller.warn("retire", f"{problem}: {_words(error)}")
+            controller.warn("retire", f"{problem}: {_words(error)}")
             self.mark([job_id], leaving=False)
-
-    async def _hand_over(self, job: Job) -> bool:
-        """Try to make a job's workers hand over, and return whether that is settled."""
-        scheduler = self.controller.scheduler
-        early_s = LAST_PART * margin_s(job, self.policy)  # before the queue kills it
-        left_s = ends_at(job, self.policy) - early_s - time.time()
-        if left_s <= 0:
-            self.controller.say(
-                f"job {job.id} reaches its walltime and nobody could take over in time: what it "
-                f"holds or runs is computed again"
-            )
-            await retire.force_out(scheduler, job.workers, reason="walltime", expected=False)
-            return True
-        deadline_s = left_s if job.expiring else min(left_s, ATTEMPT_S)
-        if await retire.retire(scheduler, job.workers, deadline_s=deadline_s) >= job.workers:
-            return True
-        if job.expiring:
-            return False
-        if len(self.active()) < self.wanted:  # there is work for it again
-            self.mark([job.id], leaving=False)
-            self.controller.wake()
-            return True
-        if self.emptied and not any(other.workers for other in self.active()):
-            await retire.force_out(scheduler, job.workers, reason="scaled-to-0")
-            return True
-        return False
 
 
 @dataclass(eq=False)
@@ -507,7 +495,7 @@ class Controller:
                         await self.queue.cancel(chosen)
                         for group in self.groups.values():
                             group.mark(group.jobs.keys() & chosen, cancelled=True)
-                self.observe(set(ids), await self.ask(ids))
+                self.observe(await self.ask(ids))
             except QueueError as error:
                 problem = f" ({error})"
             if passed_s > CLOSE_S and (left := self.live()):
@@ -530,7 +518,7 @@ class Controller:
             self.wake()  # for what is put off, and for Dask tasks that would wait for ever
             try:
                 if ids := self.live():
-                    self.observe(set(ids), await self.ask(ids))
+                    self.observe(await self.ask(ids))
                 failed = 0
             except Exception as error:  # an answer that makes no sense may be any exception
                 failed += 1
@@ -544,16 +532,21 @@ class Controller:
                 self.warn("reports", f"hpcdask list cannot be told of the jobs: {error}")
 
     def report(self) -> ClusterReport:
-        """Return what other processes are told of the cluster."""
-        failed = f"the cluster submits no more jobs: {self.failure}" if self.failure else ""
-        return ClusterReport(
-            tuple(job.report() for job in self.jobs() if not job.is_over),
-            self.scheduler.address,
-            self._known_nannies(),
-            failed or self.waits,
-        )
+        """Return what other processes are told of the cluster.
 
-    async def ask(self, ids: Collection[str]) -> dict[str, QueueStatus]:
+        Nannies are known until their job is over, even if their worker is gone.
+        """
+        live = [(one, job) for one in self.groups.values() for job in one.jobs.values()]
+        live = [(one, job) for one, job in live if not job.is_over]
+        names = {name for one, job in live for name in job.worker_names(one.prefix)}
+        now = {str(ws.name): ws.nanny or "" for ws in self.scheduler.workers.values()}
+        known = (self._nannies | now).items()
+        self._nannies = {name: nanny for name, nanny in known if name in names}
+        failed = f"the cluster submits no more jobs: {self.failure}" if self.failure else ""
+        jobs = tuple(job.report() for _, job in live)
+        return ClusterReport(jobs, self.scheduler.address, self._nannies, failed or self.waits)
+
+    async def ask(self, ids: Collection[str]) -> Answer:
         """Query the queue, and its accounting for the jobs that have left it."""
         seen = await self.queue.query(ids)
         if gone := [job_id for job_id in ids if job_id not in seen]:
@@ -562,12 +555,12 @@ class Controller:
             except Exception as error:  # must not hide what the queue has shown
                 unknown = "How jobs ended is not known without it"
                 self.warn("accounting", f"{_words(error)}. {unknown}")
-        return seen
+        return dict.fromkeys(ids) | seen
 
-    def observe(self, asked: Collection[str], seen: dict[str, QueueStatus]) -> None:
+    def observe(self, answer: Answer) -> None:
         """Fold in the queue's answer and the connected workers."""
         for group in self.groups.values():
-            group.observe(asked, seen)
+            group.observe(answer)
 
     # Acting
 
@@ -584,7 +577,7 @@ class Controller:
 
     def step(self) -> None:
         """Look at the workers, and do what is to be done for each group."""
-        self.observe(set(), {})
+        self.observe({})
         if not self.closing:
             for group in self.groups.values():
                 group.act()
@@ -603,16 +596,6 @@ class Controller:
         if ended and not (all_ended and self.scheduler.workers):
             assert ended[0].failure is not None
             retire.fail_waiting(self.scheduler, ended[0].failure, is_hopeless)
-
-    def _known_nannies(self) -> dict[str, str]:
-        """Return the nannies of workers that are or were there, while their jobs are not over."""
-        self._nannies |= {str(ws.name): ws.nanny or "" for ws in self.scheduler.workers.values()}
-        jobs = [(one, job) for one in self.groups.values() for job in one.jobs.values()]
-        live = {
-            name for one, job in jobs if not job.is_over for name in job.worker_names(one.prefix)
-        }
-        self._nannies = {name: self._nannies[name] for name in self._nannies.keys() & live}
-        return self._nannies
 
 
 class WorkerEvents(SchedulerPlugin):

@@ -12,7 +12,7 @@ from hpcdask.jobs.state import OVER, JobState, counts
 from hpcdask.logs import html_table, text_table
 from hpcdask.queues.base import Queue
 
-from .job import Failure, Job
+from .job import History, Job, Policy
 
 COLUMNS = ("group", "job", "state", "reason", "exit code", "workers", "nodes", "age")
 #: Rows that a table shows; the others are counted.
@@ -98,17 +98,18 @@ def job_ended(job: Job, folder: ClusterFolder) -> str:
     return f"job {job.id} {what}: {job.state}{reason}{code}{f'. Log: {logs[-1]}' if logs else ''}"
 
 
-def jobs_failed(failure: Failure, start_timeout_s: float, folder: ClusterFolder) -> JobsFailed:
+def jobs_failed(history: History, policy: Policy, folder: ClusterFolder) -> JobsFailed:
     """Return the error where too many jobs died, or did not start, with the end of the last log."""
-    job = failure.job
+    job = history.last
+    assert job is not None
     late = job.overdue and not job.arrived and not job.stuck
-    what = f"{failure.count} jobs died within an hour"
-    if failure.kind == "start":
+    what = f"{len(history.deaths)} jobs died within an hour"
+    if history.failed_starts >= policy.failures_max:
         did = "brought no workers" if late else "ended before their workers connected"
-        what = f"{failure.count} jobs in a row {did}"
+        what = f"{history.failed_starts} jobs in a row {did}"
     if late:
         which = f"{job.size - len(job.workers)} of its workers" if job.workers else "its workers"
-        how = f"{which} did not connect within {start_timeout_s:g} s (start_timeout)"
+        how = f"{which} did not connect within {policy.start_timeout_s:g} s (start_timeout)"
     else:
         code = "unknown" if job.exit_code is None else job.exit_code
         how = ", ".join(filter(None, [str(job.state), job.reason, f"exit code {code}"]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from hpcdask.jobs.state import OVER, WAITING, JobReport, JobState
 from hpcdask.queues import job_state
@@ -293,26 +293,6 @@ def _in_order(job: Job, now: float) -> bool:
     return by_itself or job.expiring or job.state is JobState.TIMEOUT
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Reason to submit no more jobs; `job` is the last of `count` that went wrong.
-
-    "start": in a row, they failed to start. "budget": all that died within an hour.
-    """
-
-    kind: Literal["start", "budget"]
-    job: Job
-    count: int
-
-
-def _failure(history: History, wanted: int, now: float, policy: Policy) -> Failure | None:
-    most = max(10, 3 * wanted) if policy.deaths_max is None else policy.deaths_max
-    deaths = len(history.recent(now))
-    if history.last and history.failed_starts >= policy.failures_max:
-        return Failure("start", history.last, history.failed_starts)
-    return Failure("budget", history.last, deaths) if history.last and deaths >= most else None
-
-
 # What to do
 
 
@@ -320,13 +300,13 @@ def _failure(history: History, wanted: int, now: float, policy: Policy) -> Failu
 class Actions:
     """Next steps: how many jobs to submit, which to cancel, and which to let hand over and end.
 
-    `failure` is why nothing is submitted although jobs are missing.
+    `failed`: nothing is submitted although jobs are missing, since too much went wrong.
     """
 
     submit: int = 0
     cancel: tuple[str, ...] = ()
     retire: tuple[str, ...] = ()
-    failure: Failure | None = None
+    failed: bool = False
 
 
 def plan(
@@ -334,14 +314,14 @@ def plan(
     jobs: Iterable[Job],
     history: History,
     *,
-    closable: Sequence[str] = (),
+    idle: Sequence[str] = (),
     now: float,
     policy: Policy,
 ) -> Actions:
     """Return what to do so that `wanted` jobs run; each job is named once at most.
 
-    Jobs that leave, were cancelled or near their walltime do not count. Of those with workers, only
-    `closable` ones are given up before their walltime, in this order.
+    Jobs that leave, were cancelled or near their walltime do not count. Of those with workers, the
+    `idle` ones are given up first, in this order.
     """
     present = [job for job in jobs if not job.cancelled]
     # what the queue forgot might come back when nobody counts on it any more
@@ -352,25 +332,28 @@ def plan(
     running = sum(job.state is JobState.RUNNING for job in counting)
 
     missing = wanted - len(counting)
-    failure = _failure(history, wanted, now, policy) if missing > 0 else None
-    ending = _fewer(-missing, counting, closable)
+    deaths_max = max(10, 3 * wanted) if policy.deaths_max is None else policy.deaths_max
+    too_many = len(history.recent(now)) >= deaths_max
+    failed = missing > 0 and (too_many or history.failed_starts >= policy.failures_max)
+    ending = _fewer(-missing, counting, idle)
     expiring = [job for job in staying if job.expiring]
     ending += _hand_over(expiring, wanted - running, now, policy)
     return Actions(
-        submit=0 if failure else max(0, missing),
+        submit=0 if failed else max(0, missing),
         cancel=tuple(job.id for job in hopeless + [job for job in ending if not job.workers]),
         retire=tuple(job.id for job in ending if job.workers),
-        failure=failure,
+        failed=failed,
     )
 
 
-def _fewer(surplus: int, counting: Sequence[Job], closable: Sequence[str]) -> list[Job]:
-    """Return surplus jobs: waiting, starting, then idle ones, the youngest first; no lost ones."""
-    idle = [job for job in reversed(counting) if not job.workers]
-    waiting = [job for job in idle if job.state in WAITING]
-    starting = [job for job in idle if job.state is JobState.STARTING]
-    by_id = {job.id: job for job in counting if job.workers}
-    running = [by_id[name] for name in closable if name in by_id]
+def _fewer(surplus: int, counting: Sequence[Job], idle: Sequence[str]) -> list[Job]:
+    """Return surplus jobs: waiting, starting, the youngest first, then idle ones; no lost ones."""
+    empty = [job for job in reversed(counting) if not job.workers]
+    waiting = [job for job in empty if job.state in WAITING]
+    starting = [job for job in empty if job.state is JobState.STARTING]
+    running = [job for job in counting if job.workers]
+    order = {job_id: number for number, job_id in enumerate(idle)}
+    running.sort(key=lambda job: (order.get(job.id, len(order)), job.held))
     return [*waiting, *starting, *running][: max(0, surplus)]
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from distributed.deploy.adaptive import Adaptive
-from distributed.scheduler import TaskState
+from distributed.scheduler import TaskPrefix, TaskState
 
 from hpcdask.client.gang_scheduler import workers_wanted
 from hpcdask.errors import UsageError
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from .controller import Group
     from .options import JobOptions
 
-#: Part of the workers' memory above which they are too few, and waiting Dask tasks whose time is
-#: estimated one by one; as distributed does both.
-FULL, SAMPLE = 0.6, 100
+#: Part of the workers' memory above which they are too few, as for distributed.
+FULL = 0.6
 
 # What is asked for
 
@@ -155,10 +154,12 @@ def _demand(group: Group, waiting: Sequence[TaskState], target_duration: float) 
     The rule is that of distributed's `Scheduler.adaptive_target`, for a part of the scheduler.
     """
     workers = [ws for states in group.connected().values() for ws in states]
-    unknown_s, sample = group.controller.scheduler.UNKNOWN_TASK_DURATION, waiting[:SAMPLE]
-    known_s = [(ts.prefix.duration_average, 2 * ts.prefix.max_exec_time) for ts in sample]
-    sampled_s = sum(next((one for one in some if one > 0), unknown_s) for some in known_s)
-    waiting_s = sampled_s * len(waiting) / max(1, len(sample))
+    unknown_s, prefixes = group.controller.scheduler.UNKNOWN_TASK_DURATION, Counter[TaskPrefix]()
+    prefixes.update(ts.prefix for ts in waiting)
+    waiting_s = sum(
+        count * (max(0, one.duration_average) or max(0, 2 * one.max_exec_time) or unknown_s)
+        for one, count in prefixes.items()
+    )
     threads = math.ceil((sum(ws.occupancy for ws in workers) + waiting_s) / target_duration)
     # a few long Dask tasks do not use many threads
     threads = min(threads, len(waiting) + sum(len(ws.processing) for ws in workers))

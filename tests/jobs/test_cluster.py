@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import logging
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from distributed.core import Status
 import hpcdask
 from clock import stretched
 from hpcdask.clusters import controller
-from hpcdask.clusters.scaling import JobAdaptive
 from hpcdask.errors import ClusterError, JobsFailed, QueueError, Refused, UsageError
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
 from hpcdask.jobs.state import OVER, JobState
@@ -37,13 +35,12 @@ from hpcdask.queues.local import LocalQueue
 from hpcdask.stacks.diagnose import diagnose
 from hpcdask.stacks.look import find, look
 from launching import (
-    clean_environment,
     decide_again,
     run_cli,
-    until,
     wait_for,
     walk,
 )
+from slurm_login import pids, states
 from strangers import put_modules
 
 ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}
@@ -55,16 +52,6 @@ def keys(base: Path) -> list[Path]:
 
 def make(folder: Path, **keywords) -> hpcdask.LocalCUDAJobCluster:
     return hpcdask.LocalCUDAJobCluster(**{**ONE, "shared_temp_directory": str(folder), **keywords})
-
-
-def states(cluster: hpcdask.LocalCUDAJobCluster) -> list[JobState]:
-    return [job.state for job in cluster.jobs()]
-
-
-def pids(client: Client) -> dict[str, int]:
-    """Process ids of the workers, by the workers' names."""
-    found = client.run(lambda dask_worker: (str(dask_worker.name), os.getpid()))
-    return dict(found.values())
 
 
 @pytest.mark.parametrize("secure", [True, False])
@@ -83,10 +70,19 @@ def test_a_client_exchanges_data_with_the_workers_themselves(folder: Path, secur
 
 
 def test_scale_up_and_down(folder: Path):
-    with make(folder) as cluster, cluster.get_client() as client:
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
+    prologue = ["export GREETING='it''s me'"]
+    with make(folder, job_script_prologue=prologue) as cluster, cluster.get_client() as client:
+        assert signal.getsignal(signal.SIGINT) is on_ctrl_c  # dask-jobqueue would set its own
         assert cluster.jobs() == ()
         assert not cluster.job_logs()
+        preview = cluster.job_script()
         cluster.scale(2)
+        (script,) = folder.glob("*/script.sh")
+        assert script.read_text() == preview
+        assert prologue[0] in preview
+        submitted = ClusterFolder.open(script.parent).submitted()
+        assert list(submitted) == [job.id for job in cluster.jobs()]
         assert len(cluster.jobs()) == 2  # there when `scale` returns
 
         def pages(dask_worker) -> str:
@@ -148,18 +144,6 @@ def test_scale_up_and_down(folder: Path):
     logs = [path for path in walk(folder) if path.suffix == ".log"]
     assert logs
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in logs)
-
-
-def test_the_preview_is_what_is_submitted(folder: Path):
-    with make(folder, job_script_prologue=["export GREETING='it''s me'"]) as cluster:
-        preview = cluster.job_script()
-        cluster.scale(1)
-        (script,) = folder.glob("*/script.sh")
-        assert script.read_text() == preview
-        assert "export GREETING='it''s me'" in preview
-        assert list(ClusterFolder.open(script.parent).submitted()) == [
-            job.id for job in cluster.jobs()
-        ]
 
 
 def test_adapt_follows_a_burst_and_wastes_no_job(folder: Path):
@@ -270,59 +254,6 @@ def test_three_jobs_that_do_not_start_are_enough(folder: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.count("jobs in a row") == 1
 
 
-class Slow(LocalQueue):
-    """Takes one job a command, when it is let, and starts none of them."""
-
-    def __init__(self, let: int = 1000) -> None:
-        super().__init__()
-        self.let = asyncio.Semaphore(let)
-        self.commands = 0
-
-    def let_all(self) -> None:
-        for _ in range(1000):
-            self.let.release()
-
-    async def limit(self) -> int:
-        return 1
-
-    async def submit(self, script: str, count: int) -> list[str]:
-        await self.let.acquire()
-        self.commands += 1
-        return await super().submit(script, count)
-
-    def _start_all(self, waiting) -> None:
-        for entry in waiting:
-            entry.reason = "Resources"
-
-
-@contextlib.asynccontextmanager
-async def under_way(folder: Path) -> AsyncIterator[tuple]:
-    """A cluster whose `scale(30)` has submitted three jobs, and waits for the fourth."""
-    cluster = make(folder, asynchronous=True, poll_interval=0.1)
-    queue = cluster.queue = Slow(let=3)
-    async with cluster:
-        scaling = asyncio.ensure_future(cluster.scale(30))
-        await until(lambda: queue.commands == 3 and queue.let.locked(), 30, "three jobs")
-        yield cluster, queue
-        queue.let_all()
-        await asyncio.wait_for(scaling, 60)  # it returns
-
-
-@pytest.mark.parametrize("how", ["close", "scale"])
-def test_a_submission_under_way_is_stopped(folder: Path, how: str):
-    async def work() -> None:
-        async with under_way(folder) as (cluster, queue):
-            control = cluster.controller
-            ending = asyncio.ensure_future(cluster.close() if how == "close" else cluster.scale(0))
-            await until(lambda: control.closing or control.groups[""].wanted == 0, what="the wish")
-            queue.let_all()
-            await ending
-            assert queue.commands <= 4
-            assert all(job.cancelled for job in cluster.jobs())
-
-    asyncio.run(work())
-
-
 @pytest.mark.long
 def test_scale_in_an_event_loop_works_without_await_too(folder: Path):
     """`scale` of distributed's clusters does so, too."""
@@ -368,22 +299,6 @@ def test_a_cluster_closes_with_its_scheduler(folder: Path, capsys: pytest.Captur
         with pytest.raises(ClusterError, match="the scheduler was shut down"):
             cluster.wait_for_workers(1, timeout=180)
     assert capsys.readouterr().err.count("the scheduler was shut down") == 1
-
-
-def test_one_idle_sample_cancels_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """A burst's work comes with pauses, and jobs wait for hours."""
-    samples: list[int] = []
-
-    def needed(self: JobAdaptive) -> dict[str, int]:
-        samples.append(len(cluster.jobs()))
-        return {"": 2 if len(samples) % 3 else 0}
-
-    monkeypatch.setattr(JobAdaptive, "needed", needed)
-    with make(folder) as cluster:
-        cluster.adapt(minimum=0, maximum=2, interval="50ms")
-        wait_for(lambda: len(samples) > 12, 30, "four idle samples")
-        assert len(cluster.jobs()) == 2
-        assert not any(job.cancelled or job.leaving for job in cluster.jobs())
 
 
 def test_workers_that_do_not_connect_in_time_are_told_so(folder: Path):
@@ -455,11 +370,11 @@ def test_a_refusal_is_raised_once_and_shown_by_all_views(
     monkeypatch.setattr(LocalQueue, "submit", refuse)
     with pytest.raises(Refused, match="Invalid account") as error:
         make(folder, n_workers=1)
-    assert len(error.traceback) < 6
+    assert len(error.traceback) < 7
     with make(folder) as cluster:
         with pytest.raises(Refused, match="Invalid account") as error:
             cluster.scale(1)
-        assert len(error.traceback) < 6
+        assert len(error.traceback) < 7
         assert "Invalid account" not in capfd.readouterr().err
         assert "Invalid account" in repr(cluster)
         told = ClusterFolder.open(folder / cluster.id)
@@ -477,27 +392,21 @@ def test_a_refusal_is_raised_once_and_shown_by_all_views(
         wait_for(lambda: not told.report().problem, 20, "it to be over")
 
 
-def test_a_working_folder_that_all_may_write_in_is_told(
+def test_what_is_told_at_the_start(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """Regression: such a folder silently left the workers' module path."""
+    """Of a link with a variable that is not set; regression: of a folder that all may write in."""
     (project := tmp_path / "project").mkdir()
     project.chmod(0o777)
     monkeypatch.chdir(project)
-    with make(folder):
-        told = capfd.readouterr().err
-    assert f"warning: workers import no modules from {project}" in told
-    assert f"(mode 777): chmod o-w {project}" in told
-
-
-def test_a_dashboard_link_with_a_variable_that_is_not_set(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-):
     link = "{NOT_SET_HERE}proxy/{port}/status"
     with dask.config.set({"distributed.dashboard.link": link}), make(folder) as cluster:
         assert re.search(r"dashboard http://127.0.0.1:\d+/status\)", repr(cluster))
         assert cluster.dashboard_link in repr(cluster)
-    assert capfd.readouterr().err.count("NOT_SET_HERE, which is not set here") == 1
+    told = capfd.readouterr().err
+    assert f"warning: workers import no modules from {project}" in told
+    assert f"(mode 777): chmod o-w {project}" in told
+    assert told.count("NOT_SET_HERE, which is not set here") == 1
 
 
 async def enter(cluster: hpcdask.LocalCUDAJobCluster) -> None:
@@ -551,42 +460,9 @@ def test_work_longer_than_the_walltime(folder: Path):
         assert len(cluster.jobs()) <= 2 * (2 + (time.monotonic() - start) / 9)
 
 
-NOTEBOOK = """
-import sys, time
-from hpcdask import LocalCUDAJobCluster
-cluster = LocalCUDAJobCluster(**eval(sys.argv[1]))
-cluster.scale(2)
-cluster.wait_for_workers(2, timeout=180)
-print("here", flush=True)
-time.sleep(60)
-"""
-
-
-def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path):
-    program = tmp_path / "notebook.py"
-    program.write_text(NOTEBOOK)
-    keywords = repr({**ONE, "shared_temp_directory": str(folder)})
-    notebook = subprocess.Popen(
-        [sys.executable, program, keywords],
-        env=clean_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert notebook.stdout is not None
-    assert notebook.stdout.readline() == "here\n"
-    notebook.kill()
-    notebook.communicate()
-
-    # the fixture waits for the jobs, their processes and the keys to be gone
-
-
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"memory": "lots"}, "memory: 'lots' is not an amount of memory"),
         ({"memory": 64}, 'memory=64 means 64 bytes: write memory="64GiB"'),
         (
             {"memory": "1GB", "processes": 16, "cores": 16},
@@ -594,13 +470,8 @@ def test_no_job_outlives_its_notebook(folder: Path, tmp_path: Path):
         ),
         ({"walltime": "soon"}, "walltime"),
         ({"interface": "ib7"}, "no interface ib7 with an IPv4 address. It has: .*lo"),
-        (
-            {"gpus_per_job": 2, "job_extra_directives": ["--gres=gpu:1"]},
-            "gpus_per_job=2 and the directive '--gres=gpu:1' both request GPUs",
-        ),
         ({"gpus_per_job": -1}, "gpus_per_job=-1 is not a number of GPUs"),
         ({"gpus_per_job": 0, "device": "cuda"}, "need at least one"),
-        ({"gpus_per_job": 3, "nodes_per_job": 2}, "cannot be shared evenly"),
         ({"colour": "red"}, "unknown keyword colour"),
         ({"worker_command": "dask_cuda.cli"}, "takes the place of dask_cuda.cli"),
         ({"nanny": False}, "every worker has a nanny"),
@@ -635,50 +506,36 @@ def test_a_comment_of_ones_own_is_replaced_and_told(
     assert line.startswith("hpcdask: warning: the directive '--comment mine' has no effect")
 
 
-def test_bad_numbers_submit_nothing(folder: Path):
-    with make(folder) as cluster:
-        with pytest.raises(
-            UsageError, match="minimum of 3 and a maximum of 2 workers there is no whole"
-        ):
-            cluster.adapt(minimum=3, maximum=2)
-        with pytest.raises(UsageError, match="-1 is not a number of workers"):
-            cluster.scale(-1)
-        assert not cluster.jobs()
-    with pytest.raises(UsageError, match="closed"):
-        cluster.scale(1)
-
-
-def test_adapt_counts_in_whole_jobs_and_forgets_a_bad_option(folder: Path):
+def test_adapt_counts_in_whole_jobs_and_bad_numbers_submit_nothing(folder: Path):
     """Regression: a maximum of 3 workers in jobs of 2 became two jobs, which are 4."""
     with make(folder, processes=2, cores=2) as cluster:
+        with pytest.raises(UsageError, match="-1 is not a number of workers"):
+            cluster.scale(-1)
         for keywords, message in [
             ({"interval": "soon"}, "interval: 'soon' is not a time"),
             ({"minimum": -1}, "adapt: minimum=-1 is not a number of workers: 0, 1, 2, …"),
             (
                 {"maximum": 1},
-                "maximum of 1 workers there is no whole number of jobs, each of which has 2",
+                "maximum of 1 workers there is no whole number of jobs, each of which",
             ),
             ({"maximum_memory": "1MB"}, "there is no whole number of jobs"),
-            (
-                {"minimum": 3, "maximum": 3},
-                "minimum of 3 and a maximum of 3 workers there is no whole",
-            ),
+            ({"minimum": 3, "maximum": 2}, "minimum of 3 and a maximum of 2 workers there is no"),
+            ({"minimum": 3, "maximum": 3}, "minimum of 3 and a maximum of 3 workers there is no"),
         ]:
             with pytest.raises(UsageError, match=re.escape(message)):
                 cluster.adapt(**keywords)
-        adaptive = cluster.adapt(minimum=1, maximum=3)
-        assert (adaptive.minimum, adaptive.maximum) == (2, 2)
-        adaptive = cluster.adapt(maximum_jobs=2)
-        assert (adaptive.minimum, adaptive.maximum) == (0, 4)
-        assert cluster.adapt(maximum=0).maximum == 0
+        for keywords, bounds in [
+            ({"minimum": 1, "maximum": 3}, (2, 2)),
+            ({"maximum_jobs": 2}, (0, 4)),
+            ({"maximum": 0}, (0, 0)),
+        ]:
+            adaptive = cluster.adapt(**keywords)
+            assert (adaptive.minimum, adaptive.maximum) == bounds
+        assert not cluster.jobs()
+    with pytest.raises(UsageError, match="closed"):
+        cluster.scale(1)
     with make(folder, cores=49) as cluster:  # 98 times 1/49 is less than 2
         assert cluster.adapt(maximum_cores=98).maximum == 2
-
-
-def test_importing_dask_jobqueue_leaves_ctrl_c_alone(folder: Path):
-    before = signal.getsignal(signal.SIGINT)
-    with make(folder):
-        assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_nothing_of_the_current_folder_goes_before_what_is_installed(tmp_path, monkeypatch):

@@ -208,28 +208,26 @@ def test_a_system_s_own_keyword_is_the_cluster_s(tmp_path: Path):
             cluster.job_script("c")
 
 
-def test_calls_that_are_not_understood(folder: Path):
-    with make(folder) as cluster:
-        for call, message in [
-            (lambda: cluster.scale(3), r"scale: this cluster has groups, so name them: scale\(gpu"),
-            (
-                lambda: cluster.scale(tpu=1),
-                "scale: no keyword and no group tpu. There are gpu, cpu",
-            ),
-            (lambda: cluster.scale(gpu=-1), "scale: gpu=-1 is not a number of workers"),
-            (lambda: cluster.adapt(maximum=3), "adapt: this cluster has groups"),
-            (lambda: cluster.adapt(tpu=(0, 1)), "adapt: no keyword and no group tpu"),
-            (lambda: cluster.adapt(gpu=3), "adapt: gpu=3 is not a least and a most number"),
-            (
-                lambda: cluster.adapt(gpu=(3, 1)),
-                "adapt: between a minimum of 3 and a maximum of 1 workers",
-            ),
-        ]:
+CALLS = {
+    "scale(3)": r"scale: this cluster has groups, so name them: scale\(gpu",
+    "scale(tpu=1)": "scale: no keyword and no group tpu. There are gpu, cpu",
+    "scale(gpu=-1)": "scale: gpu=-1 is not a number of workers",
+    "adapt(maximum=3)": "adapt: this cluster has groups",
+    "adapt(tpu=(0, 1))": "adapt: no keyword and no group tpu",
+    "adapt(intervall=1)": "adapt: no keyword and no group intervall. Did you mean interval?",
+    "adapt(gpu=3)": "adapt: gpu=3 is not a least and a most number",
+    "adapt(gpu=(3, 1))": "adapt: between a minimum of 3 and a maximum of 1 workers",
+}
+WITHOUT_GROUPS = {
+    "scale(gpu=1)": r"scale: no keyword and no group gpu\. This cluster",
+    "adapt(gpu=(0, 1))": "adapt: no keyword and no group gpu",
+}
+
+
+@pytest.mark.parametrize(("groups", "calls"), [(BOTH, CALLS), (None, WITHOUT_GROUPS)])
+def test_calls_that_are_not_understood(folder: Path, groups: dict, calls: dict):
+    with make(folder, groups=groups) as cluster:
+        for call, message in calls.items():
             with pytest.raises(UsageError, match=message):
-                call()
+                eval(f"cluster.{call}")
         assert cluster.jobs() == ()
-    with make(folder, groups=None) as cluster:
-        with pytest.raises(UsageError, match=r"scale: no keyword and no group gpu\. This cluster"):
-            cluster.scale(gpu=1)
-        with pytest.raises(UsageError, match="adapt: no keyword and no group gpu"):
-            cluster.adapt(gpu=(0, 1))

@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import hpcdask
-from hpcdask.clusters.options import ClusterOptions
-from hpcdask.clusters.scheduler import ClusterScheduler
+from hpcdask.clusters.scheduler import make_security
 from hpcdask.process import raise_descriptor_limit
 from launching import wait_for
 
@@ -112,8 +111,6 @@ def test_a_cluster_of_one_machine_is_for_that_machine(tmp_path):
 
 def test_a_cluster_without_keys_says_what_that_means(tmp_path):
     said: list[str] = []
-    options = ClusterOptions.read(hpcdask.LocalCUDAJobCluster, {"device": "cpu", "security": False})
-    made = ClusterScheduler(options, said.append)
-    made.save_keys(str(tmp_path / "keys"))
+    make_security(False, str(tmp_path / "keys"), said.append)
     assert said == ["warning: security=False: any user who reaches a port of it runs code as you"]
     assert not (tmp_path / "keys").exists()
