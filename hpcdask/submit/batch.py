@@ -21,7 +21,7 @@ from hpcdask.clusters.options import (
     read_section,
 )
 from hpcdask.errors import QueueError, Refused, UsageError
-from hpcdask.jobs.folder import BATCH, base_path, make_owned
+from hpcdask.jobs.folder import base_path, make_owned
 from hpcdask.process import umask
 from hpcdask.queues.base import Queue
 from hpcdask.queues.registry import batch_systems, queue_class
@@ -43,19 +43,14 @@ def find_system() -> str | None:
 class Batch:
     """A batch job that is ready to be submitted.
 
-    `label` names its files, as no other job's. `text` is the script, and `logs` the folder of its
-    log.
+    `hpcdask list --jobs` and `down` know it by `name`, which no other job has. `text` is the
+    script, and `logs` the folder of the log.
     """
 
     queue: Queue
-    label: str
+    name: str
     logs: str
     text: str = ""
-
-    @property
-    def name(self) -> str:
-        """Return the name by which `hpcdask list --jobs` and `down` know the job."""
-        return f"{BATCH}{self.label}"
 
     def log(self, job_id: str) -> Path:
         """Return the path of the job's log."""
@@ -68,7 +63,7 @@ class Batch:
         """
         configured = f"jobqueue.{self.queue.jobqueue[0]}.shared-temp-directory"
         base = base_path(dask.config.get(configured, None))
-        path = base / "submitted" / f"{self.label}.sh"
+        path = base / "submitted" / f"{self.name}.sh"
         try:
             make_owned(base)
             make_owned(path.parent)
@@ -91,17 +86,16 @@ class Batch:
         script = await asyncio.to_thread(self.keep)
         try:
             (job_id,) = await self.queue.submit(str(script), 1)
+            return job_id
         except Refused:
             raise
         except QueueError:  # the command may have been slow only in saying so
-            tags: dict[str, str] = {}
             with contextlib.suppress(QueueError):
                 tags = await self.queue.tagged()
-            found = [job for job, tag in tags.items() if tag == f"hpcdask:{self.name}"]
-            if len(found) != 1:
-                raise
-            job_id = found[0]
-        return job_id
+                found = [job for job, tag in tags.items() if tag == f"hpcdask:{self.name}"]
+                if len(found) == 1:
+                    return found[0]
+            raise
 
 
 async def prepare(system: str, asked: BatchRequest) -> Batch:
@@ -113,7 +107,7 @@ async def prepare(system: str, asked: BatchRequest) -> Batch:
     options = await _job_options(queue, asked)
     configured = dask.config.get(f"jobqueue.{queue.jobqueue[0]}.log-directory", None)
     logs = asked.folder if configured is None else str(base_path(configured))
-    batch = Batch(queue, asked.label(), logs)
+    batch = Batch(queue, asked.new_name(), logs)
     request = options.request(f"hpcdask:{batch.name}", logs, alone=True)
     preamble, launch = _preamble(batch, asked), _launch_lines(queue, asked, options.python)
     batch.text = queue.script(options.job, request, preamble, "\n".join(launch))

@@ -8,6 +8,7 @@ import shlex
 from dataclasses import dataclass, field
 
 from hpcdask.errors import UsageError
+from hpcdask.jobs.folder import BATCH
 from hpcdask.queues.base import Allocation
 from hpcdask.queues.registry import requested_gpus
 from hpcdask.queues.script import one_line
@@ -64,10 +65,10 @@ class BatchRequest(Allocation):
             return self.job_name or "dask-cluster"
         return self.program[0] if self.is_module else os.path.basename(self.program[0].rstrip("/"))
 
-    def label(self) -> str:
+    def new_name(self) -> str:
         """Return a name for files and tags, which no other job has."""
         plain = re.sub(r"\W+", "_", self.name, flags=re.ASCII).strip("_")[:40] or "job"
-        return f"{plain}-{os.urandom(3).hex()}"
+        return f"{BATCH}{plain}-{os.urandom(3).hex()}"
 
 
 def read_memory(text: str | None) -> int | None:
@@ -126,11 +127,11 @@ def check(asked: BatchRequest) -> None:
             f"--run {shlex.join(asked.run)!r} has more than options of python -m hpcdask.run: "
             f"the program stands behind the options of hpcdask submit"
         )
-    found = launch.program
-    if found is None and not launch.spec.scheduler_file:
+    program = launch.program
+    if program is None and not launch.spec.scheduler_file:
         raise UsageError(
             "which program? Name a script or -m MODULE. For a cluster that stays up: "
             '--run "--scheduler-file cluster.json"'
         )
-    if found is not None and not found.is_module and asked.container is None:
-        found.check()  # one in a container's image cannot be seen from here
+    if program is not None and not program.is_module and not asked.container:
+        program.check()  # one in a container's image cannot be seen from here
