@@ -11,7 +11,6 @@ import sys
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 from distributed import Client
 
@@ -32,10 +31,6 @@ PROGRAM = Path(__file__).with_name("attached.py")
 def make(folder: Path, **keywords):
     usual = {"name": "mine", "detached": True, "shared_temp_directory": str(folder)}
     return hpcdask.LocalCUDAJobCluster(**{**ONE, **usual, **keywords})
-
-
-def process_of(folder: ClusterFolder) -> psutil.Process:
-    return psutil.Process(ClusterFolder.open(folder.path).owner.pid)
 
 
 def hpcdask_cli(*words: str, code: int = 0) -> str:
@@ -186,35 +181,36 @@ def test_nobody_uses_it(folder: Path):
         hpcdask.attach("mine")
 
 
-@pytest.mark.long
-def test_its_process_is_killed(folder: Path, capfd: pytest.CaptureFixture[str]):
-    with make(folder, n_workers=1) as cluster:
-        cluster.wait_for_workers(1, timeout=180)
-        found = detached.find("mine")
-        process_of(found).kill()
-        wait_for(lambda: cluster.failure is not None, 90, "the notebook to see it")
-        assert "killed by SIGKILL" in str(cluster.failure)
-        wait_for(lambda: not leftovers(found.tag), 60, "the jobs' end")
-    assert "killed by SIGKILL" in hpcdask_cli("list")
+def shut_down(cluster) -> None:
+    with Client(cluster.scheduler_address, security=cluster.security) as client:
+        client.shutdown()
 
 
-@pytest.mark.long
-def test_its_process_gets_sigterm_while_it_computes(folder: Path):
+def send(number: int):
+    return lambda cluster: os.kill(detached.find("mine").owner.pid, number)
+
+
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        pytest.param(shut_down, "Client.shutdown", id="a client shuts it down"),
+        pytest.param(send(signal.SIGTERM), "SIGTERM", id="SIGTERM", marks=pytest.mark.long),
+        pytest.param(send(signal.SIGKILL), "SIGKILL", id="SIGKILL", marks=pytest.mark.long),
+    ],
+)
+def test_its_end_is_told_while_it_computes(folder: Path, end, why: str):
     with make(folder, n_workers=1) as cluster, cluster.get_client() as client:
-        future = client.submit(lambda: __import__("time").sleep(1000))
         client.wait_for_workers(1, timeout=180)
-        process_of(detached.find("mine")).send_signal(signal.SIGTERM)
-        with pytest.raises(ClusterError, match="has ended: SIGTERM"):
-            future.result(timeout=120)
+        future = client.submit(lambda: __import__("time").sleep(1000))
+        end(cluster)
+        wait_for(lambda: cluster.failure is not None, 90, "the notebook to see it")
+        assert why in str(cluster.failure)
+        if why == "SIGTERM":
+            with pytest.raises(ClusterError, match="has ended: SIGTERM"):
+                future.result(timeout=120)
     wait_for(lambda: detached.find("mine").ended, 60, "its end")
-
-
-def test_a_client_shuts_it_down(folder: Path):
-    with make(folder, n_workers=1) as cluster:
-        with Client(cluster.scheduler_address, security=cluster.security) as client:
-            client.shutdown()
-        wait_for(lambda: cluster.failure is not None, 60, "its end")
-        assert "Client.shutdown" in str(cluster.failure)
+    assert not leftovers(detached.find("mine").tag)
+    assert why in hpcdask_cli("list")
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,7 @@ def refused(*words: str) -> str:
 # a whole allocation.
 
 
-GOLDEN = {
-    "slurm": """\
+SLURM = """\
 #!/usr/bin/env bash
 #SBATCH --job-name="my train.py"
 #SBATCH -p gpu
@@ -104,39 +103,17 @@ export PYTHONUNBUFFERED=1
 unset SLURM_EXPORT_ENV
 module load mpi
 export SRUN_CPUS_PER_TASK=8
-exec srun -K """,
-    "pbs": """\
-#!/usr/bin/env bash
-#PBS -N my_train.py
-#PBS -q gpu
-#PBS -A 'my account'
-#PBS -l select=2:ncpus=32:mpiprocs=4:mem=65536MB:ngpus=4
-#PBS -l walltime=1:00:00
-# PBS does not take the job name 'my train.py'
-#PBS -v HPCDASK_TAG=hpcdask:submit-my_train_py-ID
-#PBS -j oe
-#PBS -o '/ann/my runs; 1/'
-#PBS -W umask=077
-
-cd '/ann/my runs; 1' || exit
-umask 077
-exec >>'/ann/my runs; 1'/hpcdask-"$PBS_JOBID".log 2>&1
-umask 0022
-export PYTHONUNBUFFERED=1
-module load mpi
-exec mpirun -n 8 """,
-}
+exec srun -K """
 
 
-@pytest.mark.parametrize("system", GOLDEN)
-def test_the_whole_script(system: str):
-    """PBS Professional, by qsub(1B): select and mpiprocs."""
-    assert script(system, *ASKED, *PROGRAM) == GOLDEN[system] + RUN
+def test_the_whole_script():
+    assert script("slurm", *ASKED, *PROGRAM) == SLURM + RUN
 
 
 @pytest.mark.parametrize(
     ("system", "words", "lines"),
     [
+        ("pbs", ASKED, ["-l select=2:ncpus=32:mpiprocs=4:mem=65536MB:ngpus=4", "-W umask=077"]),
         ("lsf", ASKED, ["-n 64", '-R "span[ptile=32]"', '-gpu "num=4"', "-W 1:00"]),
         ("sge", (*SHAPE, "--directive", "-pe mpi 64"), ["-pe mpi 64", "-l gpu=4", "-l h_rt=1:0"]),
         ("oar", SHAPE, ["-l /nodes=2/gpu=4,walltime=1:00:00"]),
@@ -144,12 +121,14 @@ def test_the_whole_script(system: str):
     ],
 )
 def test_the_shape_in_words_of_other_systems(system: str, words: tuple[str, ...], lines: list[str]):
-    """As in bsub(1), sge_submit(1) and oarsub(1), whose nodes are reached by oarsh."""
-    text = script(system, *words, *PROGRAM)
+    """As in qsub(1B), bsub(1), sge_submit(1) and oarsub(1), whose nodes are reached by oarsh."""
+    text, queue = script(system, *words, *PROGRAM), queue_class(system)
     for line in lines:
-        assert f"\n{queue_class(system).prefix} {line}" in text
-    end = MPIRUN.partition("\n")[2].replace("$per", '--hostfile "$OAR_NODEFILE" $per')
-    assert text.endswith(end if system == "oar" else MPIRUN)
+        assert f"\n{queue.prefix} {line}" in text
+    assert f"exec >>'/ann/my runs; 1'/hpcdask-{queue.job_id}.log 2>&1\n" in text
+    by_host = MPIRUN.partition("\n")[2].replace("$per", '--hostfile "$OAR_NODEFILE" $per')
+    ends = {"pbs": f"\nexec mpirun -n 8 {RUN}", "oar": by_host}
+    assert text.endswith(ends.get(system, MPIRUN))
 
 
 # What is left to the site, and what the user writes instead
