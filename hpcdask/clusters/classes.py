@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Unpack
 
 from hpcdask.queues.registry import queue_class, systems
@@ -19,7 +20,7 @@ from .keywords import (
 from .options import import_job_class
 
 
-class SLURMCUDACluster(JobCluster):
+class SLURMCUDACluster(JobCluster, queue_name="slurm", keywords=SLURMKeywords):
     """Dask workers on GPUs that SLURM grants, one job per GPU, following the work up and down.
 
     >>> cluster = SLURMCUDACluster(cores=8, memory="64GiB", walltime="02:00:00", queue="gpu")
@@ -27,106 +28,79 @@ class SLURMCUDACluster(JobCluster):
     >>> client = cluster.get_client()
     """
 
-    queue_name = "slurm"
-    keywords = SLURMKeywords
-
     def __init__(self, n_workers: int = 0, **keywords: Unpack[SLURMKeywords]) -> None:
         super().__init__(n_workers, **keywords)
 
 
-class LSFCUDACluster(JobCluster):
+class LSFCUDACluster(JobCluster, queue_name="lsf", keywords=LSFKeywords):
     """Dask workers on GPUs that LSF grants."""
-
-    queue_name = "lsf"
-    keywords = LSFKeywords
 
     def __init__(self, n_workers: int = 0, **keywords: Unpack[LSFKeywords]) -> None:
         super().__init__(n_workers, **keywords)
 
 
-class SGECUDACluster(JobCluster):
+class SGECUDACluster(JobCluster, queue_name="sge", keywords=SGEKeywords):
     """Dask workers on GPUs that Grid Engine grants."""
-
-    queue_name = "sge"
-    keywords = SGEKeywords
 
     def __init__(self, n_workers: int = 0, **keywords: Unpack[SGEKeywords]) -> None:
         super().__init__(n_workers, **keywords)
 
 
-class MoabCUDACluster(JobCluster):
+class MoabCUDACluster(JobCluster, queue_name="moab", keywords=PBSKeywords):
     """Dask workers on GPUs that Moab grants."""
 
-    queue_name = "moab"
-    keywords = PBSKeywords
-
     def __init__(self, n_workers: int = 0, **keywords: Unpack[PBSKeywords]) -> None:
         super().__init__(n_workers, **keywords)
 
 
-class PBSCUDACluster(JobCluster):
+class PBSCUDACluster(JobCluster, queue_name="pbs", keywords=PBSKeywords):
     """Dask workers on GPUs that PBS grants."""
 
-    queue_name = "pbs"
-    keywords = PBSKeywords
-
     def __init__(self, n_workers: int = 0, **keywords: Unpack[PBSKeywords]) -> None:
         super().__init__(n_workers, **keywords)
 
 
-class OARCUDACluster(JobCluster):
+class OARCUDACluster(JobCluster, queue_name="oar", keywords=OARKeywords):
     """Dask workers on GPUs that OAR grants."""
-
-    queue_name = "oar"
-    keywords = OARKeywords
 
     def __init__(self, n_workers: int = 0, **keywords: Unpack[OARKeywords]) -> None:
         super().__init__(n_workers, **keywords)
 
 
-class HTCondorCUDACluster(JobCluster):
+class HTCondorCUDACluster(JobCluster, queue_name="htcondor", keywords=HTCondorKeywords):
     """Dask workers on GPUs that HTCondor grants."""
-
-    queue_name = "htcondor"
-    keywords = HTCondorKeywords
 
     def __init__(self, n_workers: int = 0, **keywords: Unpack[HTCondorKeywords]) -> None:
         super().__init__(n_workers, **keywords)
 
 
-class LocalCUDAJobCluster(JobCluster):
+class LocalCUDAJobCluster(JobCluster, queue_name="local", keywords=SGEKeywords):
     """Dask workers whose jobs are processes of this machine: for laptops, tests, one GPU box.
 
     Cores and memory of a job default to this machine's, shared by its GPUs. Each job gets GPUs of
     its own; jobs that find none free are pending.
     """
 
-    queue_name = "local"
-    keywords = SGEKeywords
-
     def __init__(self, n_workers: int = 0, **keywords: Unpack[SGEKeywords]) -> None:
         super().__init__(n_workers, **keywords)
 
 
+@functools.cache
 def class_of(system: str) -> type[JobCluster]:
     """Return the cluster class of a queueing system; make that of another package's system."""
-    name = systems()[system].cluster
-    if name not in globals():
-        queue = queue_class(system)
+    name, queue = systems()[system].cluster, queue_class(system)
+    if name in globals():
+        return globals()[name]  # type: ignore[no-any-return]
+    known = make_keywords(name, import_job_class(queue.jobqueue), queue.keywords)
 
-        def init(self: JobCluster, n_workers: int = 0, **keywords: Any) -> None:
-            JobCluster.__init__(self, n_workers, **keywords)
+    class OfPackage(JobCluster, queue_name=system, keywords=known):
+        __doc__ = f"Dask workers on GPUs that {queue.title} grants."
 
-        contents = {
-            "__doc__": f"Dask workers on GPUs that {queue.title} grants.",
-            "__init__": init,
-            "__module__": __name__,
-            "queue_name": system,
-            "keywords": make_keywords(name, import_job_class(queue.jobqueue), queue.keywords),
-        }
-        globals()[name] = type(name, (JobCluster,), contents)
-    cls: type[JobCluster] = globals()[name]
-    return cls
+        def __init__(self, n_workers: int = 0, **keywords: Any) -> None:
+            super().__init__(n_workers, **keywords)
+
+    OfPackage.__name__ = OfPackage.__qualname__ = name
+    return OfPackage
 
 
 def __getattr__(name: str) -> Any:

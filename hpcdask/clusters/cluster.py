@@ -36,6 +36,7 @@ from hpcdask.security import private
 from hpcdask.security.nearby import NearbySecurity
 from hpcdask.spec.keywords import describe, spell_out
 from hpcdask.spec.names import group_id
+from hpcdask.spec.parsing import Time, parse_seconds
 from hpcdask.upstream import distributed as upstream
 
 from . import scaling
@@ -43,7 +44,7 @@ from .base import BaseCluster
 from .controller import SHUT_DOWN, Controller, Group
 from .display import JobTable
 from .job import Job
-from .keywords import ClusterKeywords, Time, keywords_of_class, seconds
+from .keywords import ClusterKeywords, keywords_of_class
 from .options import NO_ADDRESS, ClusterOptions
 from .scheduler import locate, make_security, start_scheduler
 
@@ -85,10 +86,11 @@ class JobCluster(BaseCluster):
     dashboard_link: str = ""
     tunnel: str = ""
 
-    def __init_subclass__(cls) -> None:
-        if "keywords" in vars(cls):
-            known = keywords_of_class(cls.keywords)
-            doc = (cls.__doc__ or "").rstrip() + _PARAMETERS.format(config=cls.queue_name)
+    def __init_subclass__(cls, queue_name: str = "", keywords: type | None = None) -> None:
+        if keywords is not None:  # else a user's own class
+            cls.queue_name, cls.keywords = queue_name, keywords
+            known = keywords_of_class(keywords)
+            doc = (cls.__doc__ or "").rstrip() + _PARAMETERS.format(config=queue_name)
             cls.__doc__ = describe(doc, known)
             init: Any = cls.__init__
             init.__signature__ = spell_out(init, known)
@@ -383,8 +385,8 @@ class JobCluster(BaseCluster):
         keywords: dict[str, Any] = {
             "bounds": scaling.bounds(self.adapt, self.groups, given, groups),
             # an interval of 0 is for who adapts by hand
-            "interval": interval and seconds(interval, "adapt: interval"),
-            "target_duration": seconds(target_duration, "adapt: target_duration"),
+            "interval": interval and parse_seconds(interval, "adapt: interval"),
+            "target_duration": parse_seconds(target_duration, "adapt: target_duration"),
             "wait_count": wait_count,
             "worker_key": worker_key,
             "memory_ratio": memory_ratio,

@@ -38,20 +38,19 @@ from hpcdask.queues.registry import queue_class
 from hpcdask.queues.script import check_lines
 from hpcdask.security.credentials import check_configuration
 from hpcdask.security.ports import check_size
-from hpcdask.spec.parsing import LEAST_MEMORY_LIMIT, parse_seconds
+from hpcdask.spec.parsing import parse_memory_limit, parse_seconds
 from hpcdask.spec.specs import WorkerSpec
 
 from .job import Policy
 from .keywords import (
-    NOT_CONFIGURED,
     OWN,
     SPEC_FIELDS,
+    GroupKeywords,
+    HereKeywords,
     SLURMKeywords,
     check_names,
-    check_values,
     job_keywords,
-    number,
-    seconds,
+    parse_values,
     types_of,
 )
 
@@ -64,9 +63,7 @@ NO_ADDRESS = "<scheduler's address>"
 LOOPBACK = "127.0.0.1"
 #: Seconds between two queries of the queue.
 POLL_INTERVAL_S = 5.0
-#: hpcdask's keywords that groups may have, and those of jobs and workers that they may not.
-OF_GROUPS = {"deaths_max", "gpu_type", "gpus_per_job", "n_workers", "nodes_per_job", "protocol"}
-OF_GROUPS |= {"start_timeout"}
+#: Keywords of jobs and workers that groups may not have.
 FOR_ALL = {"log_directory", "name", "port_range"}
 #: Stands for the memory that dask-jobqueue wants to know; its line is left out of the script.
 NO_MEMORY = "1GiB"
@@ -168,32 +165,31 @@ class ClusterOptions:
             _check_groups(groups, owner)
             if all(one.get("device") == "cpu" for one in groups.values()):
                 given["device"] = "cpu"
-        reader = _Reader(queue_class(owner.queue_name)(), given.pop("config_name", None))
-        settings = {**reader.site, **given}
-        check_values(settings, owner.keywords)
-        if reader.queue.is_local:
-            reader.queue, found = _local_queue(settings)
+        system, config_name = queue_class(owner.queue_name), given.pop("config_name", None)
+        reader = _Reader(system, owner.keywords, config_name)
+        settings = parse_values({**reader.site, **given}, owner.keywords)
+        if system.is_local:
+            queue, found = _local_queue(settings)
             given |= found
         else:
-            reader.queue = type(reader.queue).of_cluster(settings)
+            queue = system.of_cluster(settings)
         if groups is None:
-            kinds = {"": reader.read(given)}
+            jobs = {"": reader.read(given)}
         else:
-            kinds = reader.read_groups(groups, given, owner.keywords)
+            jobs = reader.read_groups(groups, given)
         logs = settings.get("log_directory")
-        poll_s = seconds(settings.get("poll_interval"), "poll_interval")
         return cls(
-            queue=reader.queue,
-            groups=kinds,
+            queue=queue,
+            groups=jobs,
             name=given.get("name"),
-            poll_interval_s=poll_s or POLL_INTERVAL_S,
+            poll_interval_s=settings.get("poll_interval", POLL_INTERVAL_S),
             base=settings.get("shared_temp_directory"),
             logs=None if logs is None else str(base_path(logs)),
-            scheduler=_read_scheduler(settings, local=reader.queue.is_local, on_node=on_node),
+            scheduler=_read_scheduler(settings, local=queue.is_local, on_node=on_node),
             scheduler_cls=given.get("scheduler_cls", Scheduler),
             security=given.get("security"),
             silence_logs=given.get("silence_logs", "error"),
-            port_range=next(iter(kinds.values())).spec.port_range,
+            port_range=next(iter(jobs.values())).spec.port_range,
         )
 
 
@@ -201,17 +197,16 @@ def read_job_options(
     queue: Queue, given: Mapping[str, Any], config_name: str | None = None
 ) -> JobOptions:
     """Read the keywords of a job that is none of a cluster's, such as a scheduler's."""
-    reader = _Reader(queue, config_name)
+    reader = _Reader(type(queue), SLURMKeywords, config_name)
     reader.site = {name: value for name, value in reader.site.items() if name not in OWN}
-    check_values({**reader.site, **given}, SLURMKeywords)
     return reader.read({name: value for name, value in given.items() if value is not None})
 
 
 class _Reader:
-    """Reader of jobs' keywords; `site` is those of the configuration."""
+    """Reader of the keywords of a system's jobs; `site` is those of the configuration."""
 
-    def __init__(self, queue: Queue, config_name: str | None = None) -> None:
-        self.queue = queue
+    def __init__(self, queue: type[Queue], keywords: type, config_name: str | None) -> None:
+        self.queue, self.keywords = queue, keywords
         self.job_cls = import_job_class(queue.jobqueue)
         self.config_name = config_name or queue.jobqueue[0]
         self.section = read_section(queue.jobqueue, config_name)
@@ -220,14 +215,15 @@ class _Reader:
         self.site = {
             name: value
             for name, value in by_keyword.items()
-            if name not in NOT_CONFIGURED and value not in (None, [], "")
+            if name not in HereKeywords.__annotations__ and value not in (None, [], "")
         }
 
     def read_groups(
-        self, groups: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any], keywords: type
+        self, groups: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]
     ) -> dict[str, JobOptions]:
         """Read each group; the cluster's keywords hold where a group does not say otherwise."""
-        known, of_group = types_of(keywords), OF_GROUPS | SPEC_FIELDS | self.of_jobs
+        known = types_of(self.keywords)
+        of_group = {"n_workers", *GroupKeywords.__annotations__} | SPEC_FIELDS | self.of_jobs
         for_all = set(known) - of_group | FOR_ALL | {*self.queue.of_all_jobs}
         devices = {{**given, **own}.get("device") == "cpu" for own in groups.values()}
         found = {}
@@ -240,7 +236,6 @@ class _Reader:
                 if words := for_all & set(own):
                     what = f"{', '.join(sorted(words))} is for all groups"
                     raise UsageError(f"{what}: give it to the cluster")
-                check_values(merged, keywords)
                 found[name] = self.read(merged)
             except UsageError as error:
                 raise UsageError(f"group {name}: {error}") from None
@@ -248,8 +243,8 @@ class _Reader:
 
     def read(self, given: Mapping[str, Any]) -> JobOptions:
         """Read the keywords of a job and its workers."""
-        settings = {**self.site, **given}
-        nodes = number(settings.get("nodes_per_job", 1), "nodes_per_job", "nodes", least=1)
+        settings = parse_values({**self.site, **given}, self.keywords)
+        nodes = settings.get("nodes_per_job", 1)
         spec = self._worker_spec(settings, given)
         gpus, in_header = self._gpus(settings, nodes, spec)
         if gpus % nodes:
@@ -264,28 +259,20 @@ class _Reader:
         learns_memory = "memory" not in settings and in_directive
         if learns_memory:
             settings["memory"] = NO_MEMORY
-        job = self._make_job(settings, processes=gpus or None)
+        job = self._make_job(settings, gpus)
         workers = gpus or int(job.worker_processes) * nodes
         per_node = workers // nodes
         ucx = spec.protocol == "ucx"
         check_size(spec.port_range, per_node, ucx=ucx, where="per node", option="port_range")
-        share = spec.memory_limit
+        share, nthreads = spec.memory_limit, spec.nthreads
         if share is None and not learns_memory:
-            share = int(job.worker_memory) // per_node
-            if share < LEAST_MEMORY_LIMIT:
-                raise UsageError(
-                    f"a job's memory of {int(job.worker_memory):,} bytes is {share:,} for each of "
-                    f"its {per_node} workers on a node, less than an idle worker has: ask for more "
-                    f"memory, or fewer processes"
-                )
-        nthreads = spec.nthreads
+            per_worker = int(job.worker_memory) // per_node
+            share = parse_memory_limit(per_worker, "a worker's share of the job's memory")
         if nthreads is None and not (gpus and spec.device != "cpu"):  # on a GPU the default is one
             nthreads = max(1, int(job.worker_cores) // per_node)
         walltime = timedelta.max  # no limit
         if (limit := settings.get("walltime")) is not None:
             walltime = self.queue.parse_walltime(walltime_text(limit))
-        start_s = seconds(settings.get("start_timeout"), "start_timeout")
-        deaths = settings.get("deaths_max")
         return JobOptions(
             job=job,
             asked=Request(
@@ -298,11 +285,11 @@ class _Reader:
             gpus=gpus,
             workers=workers,
             python=str(settings.get("python") or shlex.quote(sys.executable)),
-            n_workers=number(settings.get("n_workers", 0), "n_workers", "workers"),
+            n_workers=settings.get("n_workers", 0),
             policy=Policy(
-                start_timeout_s=start_s or Policy.start_timeout_s,
+                start_timeout_s=settings.get("start_timeout", Policy.start_timeout_s),
                 walltime_s=None if walltime == timedelta.max else walltime.total_seconds(),
-                deaths_max=None if deaths is None else number(deaths, "deaths_max", "jobs", 1),
+                deaths_max=settings.get("deaths_max"),
             ),
         )
 
@@ -323,30 +310,27 @@ class _Reader:
         """Return the GPUs per job, and whether the user's own directives ask for them already."""
         lines = [*_directives(settings), f"-l {settings.get('resource_spec', '')}"]
         counts = {line: self.queue.requested_gpus(line, nodes) for line in lines}
-        written = next((line for line in lines if counts[line] is not None), None)
-        asked = settings.get("gpus_per_job")
+        written = {line: count for line, count in counts.items() if count is not None}
+        asked: int | None = settings.get("gpus_per_job")
         if asked is None:
             if spec.device == "cpu":
                 return 0, False
-            return (1 if written is None else counts[written] or 0), written is not None
-        asked = number(asked, "gpus_per_job", "GPUs")
+            return next(iter(written.values()), 1), bool(written)
         if asked == 0 and spec.device == "cuda":
             raise UsageError("gpus_per_job=0 with device='cuda': workers on GPUs need at least one")
-        if written is not None:
+        if written:
             raise UsageError(
-                f"gpus_per_job={asked} and the directive {written!r} both request GPUs: leave one "
-                f"of them out"
+                f"gpus_per_job={asked} and the directive {next(iter(written))!r} both request "
+                f"GPUs: leave one of them out"
             )
         return asked, False
 
-    def _make_job(self, settings: Mapping[str, Any], processes: int | None) -> Any:
+    def _make_job(self, settings: Mapping[str, Any], gpus: int) -> Any:
         """Make dask-jobqueue's Job, without logs and worker's command, which are hpcdask's own."""
         unused = {"log_directory", "interface", "worker_command", "worker_extra_args", "extra"}
         keywords = {name: settings[name] for name in self.of_jobs - unused if name in settings}
-        if processes:
-            keywords["processes"] = processes
-        for name in {"cores", "processes"} & keywords.keys():
-            keywords[name] = number(keywords[name], name, name, least=1)
+        if gpus:
+            keywords["processes"] = gpus
         quiet: dict[str, Any] = {"log-directory": None, "worker-extra-args": [], "extra": None}
         section = {f"jobqueue.{self.config_name}": {**self.section, **quiet}}
         try:
@@ -399,8 +383,8 @@ def _local_queue(settings: Mapping[str, Any]) -> tuple[Queue, dict[str, Any]]:
         found["cores"] = max(1, len(launcher_cores()) // share)
     if "memory" not in settings:
         found["memory"] = psutil.virtual_memory().total // share
-    walltime = parse_seconds(settings.get("walltime"), "walltime")
-    return LocalQueue(gpus=gpus or None, walltime_s=walltime), found
+    walltime_s = parse_seconds(settings.get("walltime"), "walltime")
+    return LocalQueue(gpus=gpus or None, walltime_s=walltime_s), found
 
 
 def _read_scheduler(settings: Mapping[str, Any], *, local: bool, on_node: bool) -> dict[str, Any]:

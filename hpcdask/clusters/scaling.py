@@ -17,10 +17,9 @@ from distributed.scheduler import TaskPrefix, TaskState
 
 from hpcdask.client.gang_scheduler import workers_wanted
 from hpcdask.errors import UsageError
-from hpcdask.spec.parsing import parse_memory
+from hpcdask.spec.parsing import parse_memory, whole_number
 
 from . import retire
-from .keywords import number
 
 if TYPE_CHECKING:
     from .cluster import JobCluster
@@ -45,7 +44,7 @@ def wishes(
     """
     _check_names(scale, groups, given, named)
     if "" not in groups:
-        return {name: number(n, f"scale: {name}", "workers") for name, n in named.items()}
+        return {name: whole_number(n, f"scale: {name}", 0) for name, n in named.items()}
     numbers = [_in_workers(groups[""], f"scale: {name}", n) for name, n in given.items() if n]
     return {"": math.ceil(max(numbers, default=0))}
 
@@ -73,7 +72,7 @@ def bounds(
         if not isinstance(value, tuple | list) or len(value) != 2:
             raise UsageError(f"adapt: {name}={value!r} is not a least and a most number: (0, 16)")
         low, high = (
-            default if one in (None, math.inf) else number(one, f"adapt: {name}", "workers")
+            default if one in (None, math.inf) else whole_number(one, f"adapt: {name}", 0)
             for one, default in zip(value, (0, math.inf), strict=True)
         )
         found[name] = _whole_jobs(low, high, groups[name].workers)
@@ -104,10 +103,10 @@ def _in_workers(job: JobOptions, name: str, value: Any) -> float:
     if unit == "memory":
         return (parse_memory(value, name) or 0) / job.worker_memory
     if unit == "jobs":
-        return number(value, name, "jobs") * job.workers
+        return whole_number(value, name, 0) * job.workers
     if unit == "cores":
-        return number(value, name, "cores") / (job.spec.nthreads or 1)
-    return number(value, name, "workers")
+        return whole_number(value, name, 0) / (job.spec.nthreads or 1)
+    return whole_number(value, name, 0)
 
 
 def _whole_jobs(low: float, high: float, size: int) -> tuple[int, float]:

@@ -15,8 +15,6 @@ from hpcdask.errors import UsageError
 Parser = Callable[[Any, str], Any]
 #: Forms of a time.
 Time = str | float | timedelta
-#: Bytes; an idle worker has some more.
-LEAST_MEMORY_LIMIT = 64 << 20
 #: ``2-12:30:00`` and ``1h30m``.
 CLOCKS = r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", r"()(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?"
 
@@ -29,7 +27,7 @@ def parse_memory(value: str | float | None, name: str) -> int | None:
 def parse_memory_limit(value: str | float | None, name: str) -> int | None:
     """Return bytes as `parse_memory` does, of a limit under which a worker can live."""
     nbytes = parse_memory(value, name)
-    if nbytes is not None and 0 < nbytes < LEAST_MEMORY_LIMIT:
+    if nbytes is not None and 0 < nbytes < 64 << 20:  # an idle worker has some more
         raise UsageError(
             f"{name}: {value!r} is {nbytes:,} bytes, less than an idle worker has, so it would be "
             f"restarted for ever. Is a unit missing, as in 64GiB?"
@@ -106,13 +104,15 @@ def parse_deadline(value: Time | None, name: str) -> float:
     return seconds
 
 
-def parse_count(value: str | float | None, name: str, least: int = 1) -> int | None:
-    """Return a whole number, also from text and from 2.0."""
-    if value is None:
-        return None
+def parse_count(value: str | float | None, name: str) -> int | None:
+    """Return a whole number of at least 1."""
+    return None if value is None else whole_number(value, name, 1)
+
+
+def whole_number(value: str | float, name: str, least: int) -> int:
+    """Return a number, also from text and from 2.0."""
     with contextlib.suppress(ValueError, TypeError, OverflowError):
-        number = int(value)
-        if number >= least and number == float(value):
+        if (number := int(value)) == float(value) and number >= least:
             return number
     raise UsageError(f"{name}: {value!r} is not a whole number of at least {least}")
 

@@ -70,7 +70,7 @@ def test_a_configuration_without_a_word_names_where_dask_looked(site, tmp_path):
         ("hpcdask: 3", "hpcdask", r"is 3, not a section .*site\.yaml.* as in hpcdask: {port-range"),
         ("jobqueue: {queue: gpu}", "jobqueue.queue", r"is gpu, not .* as in jobqueue: {slurm: {"),
         ("jobqueue: [slurm]", "jobqueue", r"is \['slurm'\], not a section"),
-        ("jobqueue: {pbs: {cores: many}}", "jobqueue.pbs", r"cores='many' is not a.*site\.yaml"),
+        ("jobqueue: {pbs: {cores: many}}", "jobqueue.pbs", r"cores: 'many' is not a.*site\.yaml"),
         ("jobqueue: {pbs: {walltime: 10:00:00}}", "jobqueue.pbs", r"walltime=36000 .* in quotes"),
         ("jobqueue: {pbs: {memory: 2Gigs}}", "jobqueue.pbs", r"memory: '2Gigs' is not an amount"),
         ("jobqueue: {pbs: {job-script-prologue: a}}", "jobqueue.pbs", r"a text: .*\['a'\]"),

@@ -18,7 +18,6 @@ from hpcdask.clusters.base import BaseCluster
 from hpcdask.clusters.classes import class_of
 from hpcdask.clusters.cluster import JobCluster
 from hpcdask.clusters.display import JobTable, age
-from hpcdask.clusters.keywords import seconds
 from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, UsageError, root_cause
 from hpcdask.gpu.monitor import GpuTable
 from hpcdask.jobs import detached
@@ -27,6 +26,7 @@ from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import say
 from hpcdask.queues.registry import systems
 from hpcdask.security.credentials import load_credentials, to_security
+from hpcdask.spec.parsing import parse_seconds
 
 from .process import Making, await_running, end, ended, read_request, start
 from .protocol import Status, ask, to_error
@@ -261,7 +261,7 @@ class AttachedCluster(BaseCluster):
 def make(cls: type[JobCluster], keywords: dict[str, Any]) -> AttachedCluster:
     """Make a detached cluster of this class, and attach to it."""
     asynchronous, loop = keywords.get("asynchronous", False), keywords.get("loop")
-    timeout = seconds(keywords.pop("scheduler_timeout", None), "scheduler_timeout")
+    timeout = parse_seconds(keywords.pop("scheduler_timeout", None), "scheduler_timeout")
     making = read_request(cls, dict(keywords))
     return AttachedCluster(
         None, making, timeout=timeout or START_TIMEOUT_S, asynchronous=asynchronous, loop=loop

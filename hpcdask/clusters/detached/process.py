@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import dask.config
 from distributed.utils import import_term
 
-from hpcdask.clusters.keywords import seconds
 from hpcdask.clusters.options import ClusterOptions, JobOptions, read_job_options, read_section
 from hpcdask.errors import ClusterError, NotHere, QueueError, UsageError
 from hpcdask.jobs import detached
@@ -39,6 +38,7 @@ from hpcdask.process import umask
 from hpcdask.queues.base import Queue
 from hpcdask.queues.registry import queue_class
 from hpcdask.security import private
+from hpcdask.spec.parsing import parse_seconds
 
 from .protocol import plain
 
@@ -137,7 +137,7 @@ def read_request(cls: type[JobCluster], given: Mapping[str, Any]) -> Making:
     keywords = {name: value for name, value in given.items() if name not in ONLY_HERE}
     queue = queue_class(cls.queue_name)()
     scheduler_job = keywords.pop("scheduler_job", None if queue.is_local else {})
-    idle = seconds(keywords.pop("idle_timeout", IDLE_TIMEOUT_S), "idle_timeout")
+    idle = parse_seconds(keywords.pop("idle_timeout", IDLE_TIMEOUT_S), "idle_timeout")
     if not (name := keywords.pop("name", None)):
         raise UsageError('detached=True: a name is missing, by which you attach: name="…"')
     if keywords.get("security") not in (None, False):
