@@ -267,7 +267,8 @@ class _Reader:
         share, nthreads = spec.memory_limit, spec.nthreads
         if share is None and not learns_memory:
             per_worker = int(job.worker_memory) // per_node
-            share = parse_memory_limit(per_worker, "a worker's share of the job's memory")
+            what = f"the job's memory for each of its {per_node} workers on a node"
+            share = parse_memory_limit(per_worker, what)
         if nthreads is None and not (gpus and spec.device != "cpu"):  # on a GPU the default is one
             nthreads = max(1, int(job.worker_cores) // per_node)
         walltime = timedelta.max  # no limit

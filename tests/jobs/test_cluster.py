@@ -463,14 +463,14 @@ def test_work_longer_than_the_walltime(folder: Path):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"memory": 64}, 'memory=64 means 64 bytes: write memory="64GiB"'),
+        ({"memory": 64}, "memory: 64 is 64 bytes, less than an idle worker has"),
         (
             {"memory": "1GB", "processes": 16, "cores": 16},
-            "a job's memory of 1,000,000,000 bytes is 62,500,000 for each of its 16 workers",
+            "the job's memory for each of its 16 workers on a node: .* is 62,500,000 bytes",
         ),
         ({"walltime": "soon"}, "walltime"),
         ({"interface": "ib7"}, "no interface ib7 with an IPv4 address. It has: .*lo"),
-        ({"gpus_per_job": -1}, "gpus_per_job=-1 is not a number of GPUs"),
+        ({"gpus_per_job": -1}, "gpus_per_job: -1 is not a whole number of at least 0"),
         ({"gpus_per_job": 0, "device": "cuda"}, "need at least one"),
         ({"colour": "red"}, "unknown keyword colour"),
         ({"worker_command": "dask_cuda.cli"}, "takes the place of dask_cuda.cli"),
@@ -478,13 +478,13 @@ def test_work_longer_than_the_walltime(folder: Path):
         ({"worker_extra_args": ["--colour", "red"]}, "worker_extra_args: .*--colour"),
         ({"worker_extra_args": ["--name", "ann"]}, "named after their jobs"),
         ({"host": "10.0.0.1"}, "host: did you mean scheduler_options="),
-        ({"cores": 0}, "cores=0"),
-        ({"poll_interval": timedelta(0)}, "poll_interval: 0.0 is not a time"),
+        ({"cores": 0}, "cores: 0 is not a whole number"),
+        ({"poll_interval": timedelta(0)}, "poll_interval: .*0.* is not a time"),
         (
             {"job_extra_directives": "--qos=x"},
             re.escape("job_extra_directives='--qos=x' is a text: give a list, ['--qos=x']"),
         ),
-        ({"n_workers": -1}, "n_workers=-1 is not a number of workers: 0, 1, 2, …"),
+        ({"n_workers": -1}, "n_workers: -1 is not a whole number of at least 0"),
     ],
 )
 def test_bad_input_starts_nothing(folder: Path, keywords: dict, message: str):
@@ -509,11 +509,11 @@ def test_a_comment_of_ones_own_is_replaced_and_told(
 def test_adapt_counts_in_whole_jobs_and_bad_numbers_submit_nothing(folder: Path):
     """Regression: a maximum of 3 workers in jobs of 2 became two jobs, which are 4."""
     with make(folder, processes=2, cores=2) as cluster:
-        with pytest.raises(UsageError, match="-1 is not a number of workers"):
+        with pytest.raises(UsageError, match="-1 is not a whole number"):
             cluster.scale(-1)
         for keywords, message in [
             ({"interval": "soon"}, "interval: 'soon' is not a time"),
-            ({"minimum": -1}, "adapt: minimum=-1 is not a number of workers: 0, 1, 2, …"),
+            ({"minimum": -1}, "adapt: minimum: -1 is not a whole number of at least 0"),
             (
                 {"maximum": 1},
                 "maximum of 1 workers there is no whole number of jobs, each of which",

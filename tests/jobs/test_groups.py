@@ -211,7 +211,7 @@ def test_a_system_s_own_keyword_is_the_cluster_s(tmp_path: Path):
 CALLS = {
     "scale(3)": r"scale: this cluster has groups, so name them: scale\(gpu",
     "scale(tpu=1)": "scale: no keyword and no group tpu. There are gpu, cpu",
-    "scale(gpu=-1)": "scale: gpu=-1 is not a number of workers",
+    "scale(gpu=-1)": "scale: gpu: -1 is not a whole number",
     "adapt(maximum=3)": "adapt: this cluster has groups",
     "adapt(tpu=(0, 1))": "adapt: no keyword and no group tpu",
     "adapt(intervall=1)": "adapt: no keyword and no group intervall. Did you mean interval?",
