@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import inspect
 import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, get_args, get_origin
 
 import click
@@ -23,15 +23,13 @@ from hpcdask.jobs.detached import ENDED, NOTEBOOK, ControlRecord, holder
 from hpcdask.jobs.discovery import ClusterRecord, survey
 from hpcdask.jobs.folder import BATCH, ClusterFolder, list_clusters, prune
 from hpcdask.jobs.state import JobReport
-from hpcdask.logs import complain, plural, say
+from hpcdask.logs import complain, plural, say, text_table
 from hpcdask.queues.job_state import WAITING
 from hpcdask.queues.registry import queue_class, systems
 from hpcdask.spec.argv import folder_option, make_command, option_name, read
 
 #: Seconds for which `list` shows a detached cluster that is over.
 OVER_S = 86400.0
-#: Columns of a table that goes to a file or pipe.
-WIDE = 200
 Row = dict[str, Any]
 
 # Showing them
@@ -44,9 +42,8 @@ Row = dict[str, Any]
 def list_(base: str | None, of_jobs: bool, as_json: bool) -> None:
     """Show your clusters and runs, or their jobs.
 
-    Clusters are detached, or of a notebook. Runs are shown if they have a scheduler file; those
-    that were killed until hpcdask down --dead, or the next run with the file. Detached clusters
-    that ended in the last day are shown with the reason.
+    Clusters are detached, or of a notebook. Runs are shown if they have a scheduler file, and once
+    if they were killed. Detached clusters that ended in the last day are shown with the reason.
 
     The exit code is 1 if the queueing system of a cluster does not answer.
     """
@@ -59,33 +56,43 @@ async def _list(base: str | None, of_jobs: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     elif rows and of_jobs:
-        heads = ["cluster", "group", "job", "state", "queue", "since", "owner"]
+        columns = ["cluster", "group", "job", "state", "queue", "since", "owner"]
         if not any(row["group"] for row in rows):
-            heads.remove("group")
-        _print(heads, map(_joined, map(list, _arrays(rows))))
+            columns.remove("group")
+        click.echo(_table(columns, _merge_arrays(rows)))
     elif rows:
-        heads = ["name", "id", "kind", "state", "queue", "jobs", "since", "note"]
-        _print(heads, ({**row, "note": row["why"]} for row in rows))
-    elif not (of_jobs and problems):
+        columns = ["name", "id", "kind", "state", "queue", "jobs", "since", "note"]
+        click.echo(_table(columns, ({**row, "note": row["why"]} for row in rows)))
+    elif not problems:
         click.echo("No cluster of yours has jobs." if of_jobs else "You have no cluster.")
     for cluster in clusters if of_jobs else ():
         if cluster.elsewhere:
             click.echo(f"{cluster.name}: {_ask_there(cluster, 'list --jobs')}", err=True)
         if problem := cluster.problem():
             click.echo(f"{cluster.name}: {problem.splitlines()[0]}", err=True)
-    for error in problems.values():
+    _exit(problems.values())
+
+
+def _exit(errors: Collection[HpcdaskError]) -> None:
+    """Say what went wrong, and exit if something did."""
+    for error in errors:
         complain(error)
-    if problems:
-        sys.exit(1)
+    if errors:
+        sys.exit(max(error.exit_code for error in errors))
+
+
+def _table(columns: list[str], rows: Iterable[Row]) -> str:
+    def cell(value: Any, name: str) -> str:
+        if value and name == "since":
+            value = datetime.fromtimestamp(int(value))
+        return "" if value is None else str(value)
+
+    return text_table([columns, *([cell(row[name], name) for name in columns] for row in rows)])
 
 
 async def _cluster_rows(clusters: Sequence[ClusterRecord], base: str | None) -> list[Row]:
     found = [await _cluster_row(one, one.folder) for one in clusters if one.folder]
-    ended = [
-        folder
-        for folder in list_clusters(base)
-        if folder.ended is not None and time.time() - folder.ended < OVER_S
-    ]
+    ended = [folder for folder in list_clusters(base) if time.time() - (folder.ended or 0) < OVER_S]
     for folder, record in detached.records(ended).items():
         found.append(_row(folder, record, ENDED, record.why, 0))
     return found + list(await asyncio.gather(*(run.row() for run in runs.listed())))
@@ -130,16 +137,35 @@ def _job_rows(clusters: Sequence[ClusterRecord]) -> list[Row]:
     """Return a row for each job, those of schedulers first."""
     rows = []
     for cluster in clusters:
-        reports = [(job, "cluster" if own else "queue", False) for job, own in cluster.reports()]
+        reports = [
+            (job, {"told_by": "cluster" if own else "queue", "owner": _owner(cluster)})
+            for job, own in cluster.reports()
+        ]
         if cluster.scheduler is not None:
             made = cluster.folder.created if cluster.folder else None
-            reports.insert(0, (JobReport.of_queue(cluster.scheduler, made, ""), "queue", True))
-        for job, told_by, is_scheduler in reports:
-            known = {"cluster": cluster.name, "queue": cluster.queue, "lives": cluster.lives}
-            owner = "the cluster's scheduler" if is_scheduler else _owner(cluster)
-            known |= {"job": job.id, "told_by": told_by, "scheduler": is_scheduler, "owner": owner}
-            rows.append({**known, **job.to_json()})
+            how = {"told_by": "queue", "owner": "the cluster's scheduler"}
+            reports.insert(0, (JobReport.of_queue(cluster.scheduler, made, ""), how))
+        known = {"cluster": cluster.name, "queue": cluster.queue, "lives": cluster.lives}
+        for job, how in reports:
+            is_scheduler = cluster.scheduler is not None and job.id == cluster.scheduler.id
+            known |= {"job": job.id, "scheduler": is_scheduler}
+            rows.append({**known, **how, **job.to_json()})
     return rows
+
+
+def _merge_arrays(rows: Iterable[Row]) -> Iterable[Row]:
+    """Yield rows of a table; jobs of an array that wait for the same reason are one."""
+
+    def alike(row: Row) -> tuple[str, ...]:
+        array, _, element = row["job"].rpartition("_")
+        one = "" if array and row["state"] in WAITING else element
+        return row["cluster"], array, one, row["state"], row["reason"], row["told_by"]
+
+    for _, (row, *others) in itertools.groupby(rows, alike):
+        by_queue = row["told_by"] == "queue" and not _is_batch(row["cluster"])
+        more = ", ".join(filter(None, [row["reason"], "says the queue" if by_queue else ""]))
+        job = f"{row['job']} and {len(others)} more" if others else row["job"]
+        yield {**row, "job": job, "state": f"{row['state']} ({more})" if more else row["state"]}
 
 
 def _owner(cluster: ClusterRecord) -> str:
@@ -153,40 +179,13 @@ def _owner(cluster: ClusterRecord) -> str:
     return f"{what} {owner.pid} on {owner.host}{how}"
 
 
-def _arrays(rows: Iterable[Row]) -> Iterable[Iterable[Row]]:
-    """Yield the rows in parts: jobs of an array that wait for the same reason are together."""
-
-    def common(row: Row) -> tuple[str, ...]:
-        array, _, element = row["job"].rpartition("_")
-        one = "" if array and row["state"] in WAITING else element
-        return row["cluster"], array, one, row["state"], row["reason"], row["told_by"]
-
-    return (part for _, part in itertools.groupby(rows, common))
+def _is_batch(name: str) -> bool:
+    """Return whether this is a job of hpcdask submit: a cluster's name has no second dash."""
+    return name.startswith(BATCH) and "-" in name.removeprefix(BATCH)
 
 
-def _joined(rows: list[Row]) -> Row:
-    """Return the row of a table for jobs that are alike."""
-    row = rows[0]
-    by_queue = row["told_by"] == "queue" and not _is_batch(row["cluster"])
-    more = ", ".join(filter(None, [row["reason"], "says the queue" if by_queue else ""]))
-    job = f"{row['job']} and {len(rows) - 1} more" if len(rows) > 1 else row["job"]
-    return {**row, "job": job, "state": f"{row['state']} ({more})" if more else row["state"]}
-
-
-def _print(heads: Sequence[str], rows: Iterable[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for head in heads:
-        whole = head in ("id", "kind", "job", "queue", "jobs", "since")
-        table.add_column(head, overflow="fold", no_wrap=whole)
-    for row in rows:
-        since = row["since"] and str(datetime.datetime.fromtimestamp(int(row["since"])))
-        cells = {**row, "since": since}
-        table.add_row(*(Text(str("" if cells[head] is None else cells[head])) for head in heads))
-    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+def _ask_there(cluster: ClusterRecord, command: str) -> str:
+    return f"its jobs are processes of {cluster.elsewhere}. There: hpcdask {command}"
 
 
 # Ending them
@@ -212,41 +211,24 @@ def down(base: str | None, names: tuple[str, ...], dead: bool, every: bool, yes:
     """
     if bool(names) == (dead or every):
         raise UsageError("hpcdask down: name clusters, or give --dead for what was left behind")
-    errors = asyncio.run(_end_named(base, names) if names else _end_dead(base, every, yes))
-    for error in errors:
-        complain(error)
-    if errors:
-        sys.exit(max(error.exit_code for error in errors))
+    _exit(asyncio.run(_end_named(base, names) if names else _end_dead(base, every, yes)))
 
 
 async def _end_named(base: str | None, names: Sequence[str]) -> list[HpcdaskError]:
     """End each of these clusters, and return what went wrong."""
-    from .detached.process import end  # imports distributed
-
+    clusters, problems = await survey(base)
+    there = {cluster.name: cluster for cluster in clusters}  # some have no folder here
     folders = list_clusters(base)
     known = detached.records(folders)
     errors: list[HpcdaskError] = []
-    others = []
     for name in names:
         found = detached.resolve(name, folders, known)
-        if len(found) != 1 or found[0] not in known:
-            others.append(name)
-        elif found[0].ended is not None:
-            click.echo(f"{found[0].name} has ended before: {known[found[0]].why}")
-        else:
-            try:
-                await end(found[0], "hpcdask down")
-                click.echo(f"{found[0].name} has ended; no jobs and no keys are left")
-            except HpcdaskError as error:
-                errors.append(error)
-    clusters, problems = await survey(base) if others else ([], {})
-    there = {cluster.name: cluster for cluster in clusters}  # some have no folder here
-    live = [folder for folder in folders if folder.ended is None]
-    for name in others:
-        ids = [name] if name in there else [one.name for one in detached.resolve(name, live, known)]
+        ids = [name] if name in there else [one.name for one in found if one.name in there]
         ids = ids or [one for one in there if one.startswith(name)]
-        if len(ids) == 1:
-            errors += await _end(there[ids[0]], problems)
+        if len(found) == 1 and found[0] in known:
+            await _collect(_end_detached(found[0], known[found[0]].why), errors)
+        elif len(ids) == 1:
+            await _collect(_end(there[ids[0]], problems), errors)
         elif ids:
             text = f"several clusters are called {name}: say which by id: {', '.join(ids)}"
             errors.append(UsageError(text))
@@ -260,71 +242,30 @@ async def _end_named(base: str | None, names: Sequence[str]) -> list[HpcdaskErro
 async def _end_dead(base: str | None, every: bool, yes: bool) -> list[HpcdaskError]:
     """End what was left behind, and return what went wrong."""
     found, problems = await survey(base)
+    gone = (False, None) if every else (False,)
     # what has no folder here may live in another base
-    chosen = [
-        one for one in found if one.folder and (one.lives is False or (every and one.lives is None))
-    ]
+    chosen = [cluster for cluster in found if cluster.folder and cluster.lives in gone]
     kept = [cluster for cluster in found if cluster not in chosen and cluster.jobs]
     for cluster in kept:
         click.echo(f"{cluster.name}: {_why_kept(cluster)}. To cancel: hpcdask down {cluster.name}")
-    total = sum(len(cluster.jobs) for cluster in chosen)
-    if total and not yes:
-        names = ", ".join(cluster.name for cluster in chosen if cluster.jobs)
-        question = f"Cancel {plural(total, 'job')} of {names}?"
+    if not yes and (names := [cluster.name for cluster in chosen if cluster.jobs]):
+        total = sum(len(cluster.jobs) for cluster in chosen)
+        question = f"Cancel {plural(total, 'job')} of {', '.join(names)}?"
         if not sys.stdin.isatty():
             raise UsageError(f"{question} Nobody is there to ask: --yes is needed")
         click.confirm(question, abort=True)
-    errors: list[HpcdaskError] = list(problems.values())
-    answered = [cluster for cluster in chosen if cluster.queue not in problems]
-    for some in await asyncio.gather(*(_end(cluster, problems) for cluster in answered)):
-        errors += some
-    listed = runs.listed()
-    whys = await asyncio.gather(*(run.clear() for run in listed))
-    for run, why in zip(listed, whys, strict=True):
-        if why:
+    errors: list[HpcdaskError] = [*problems.values()]
+    await asyncio.gather(*(_collect(_end(one, problems), errors) for one in chosen))
+    cleared = False
+    for run in runs.listed():
+        if why := await run.clear():
+            cleared = True
             click.echo(f"{run.file}: removed, with its keys; {why}")
-    if not (chosen or any(whys) or any(cluster.lives is None for cluster in kept)):
+    if not (chosen or cleared or any(cluster.lives is None for cluster in kept)):
         click.echo("Nothing was left over.")
     if old := prune(base):
         click.echo(f"removed the folders of clusters that ended long ago: {', '.join(old)}")
-    return errors
-
-
-async def _end(cluster: ClusterRecord, problems: Mapping[str, QueueError]) -> list[HpcdaskError]:
-    """End a cluster by the tags of its jobs, and return what went wrong."""
-    if cluster.elsewhere:
-        return [QueueError(f"{cluster.name}: {_ask_there(cluster, f'down {cluster.name}')}")]
-    if cluster.queue in problems:
-        return [problems[cluster.queue]]
-
-    def tell(text: str) -> None:
-        click.echo(f"{cluster.name}: {text}")
-
-    folder, lives = cluster.folder, bool(cluster.lives) and cluster.scheduler is None
-    try:
-        if folder is not None and cluster.scheduler is not None:  # whose record cannot be read
-            await detached.cancel_scheduler(folder)
-        queue, only = queue_class(cluster.queue)(), cluster.jobs if lives else None
-        # a notebook that lives may submit others for ever
-        await end_jobs(queue, cluster.name, tell, folder=None if lives else folder, only=only)
-    except HpcdaskError as error:
-        error.args = (f"{cluster.name}: {error}",)
-        return [error]
-    if lives:
-        tell(f"its jobs are gone, but {_owner(cluster)} still runs and may submit others")
-        return []
-    if folder:
-        detached.mark_ended(folder, "hpcdask down --dead")
-    jobs = (
-        f"{plural(len(cluster.jobs), 'job')} cancelled and gone;" if cluster.jobs else "no jobs and"
-    )
-    tell(f"{jobs} no keys are left")
-    return []
-
-
-def _is_batch(name: str) -> bool:
-    """Return whether this is a job of hpcdask submit: a cluster's name has no second dash."""
-    return name.startswith(BATCH) and "-" in name.removeprefix(BATCH)
+    return list(dict.fromkeys(errors))
 
 
 def _why_kept(cluster: ClusterRecord) -> str:
@@ -335,8 +276,53 @@ def _why_kept(cluster: ClusterRecord) -> str:
     return f"kept {count}: {_owner(cluster)}{' still runs' if cluster.lives else every}"
 
 
-def _ask_there(cluster: ClusterRecord, command: str) -> str:
-    return f"its jobs are processes of {cluster.elsewhere}. There: hpcdask {command}"
+async def _collect(ending: Awaitable[None], errors: list[HpcdaskError]) -> None:
+    """Wait for the end of a cluster, and note what goes wrong: others are to end all the same."""
+    try:
+        await ending
+    except HpcdaskError as error:
+        errors.append(error)
+
+
+async def _end_detached(folder: ClusterFolder, why: str) -> None:
+    from .detached.process import end  # imports distributed
+
+    if folder.ended is not None:
+        click.echo(f"{folder.name} has ended before: {why}")
+        return
+    await end(folder, "hpcdask down")
+    click.echo(f"{folder.name} has ended; no jobs and no keys are left")
+
+
+async def _end(cluster: ClusterRecord, problems: Mapping[str, QueueError]) -> None:
+    """End a cluster by the tags of its jobs."""
+    name, folder = cluster.name, cluster.folder
+    if cluster.elsewhere:
+        raise QueueError(f"{name}: {_ask_there(cluster, f'down {name}')}")
+    if cluster.queue in problems:
+        raise problems[cluster.queue]
+    lives = bool(cluster.lives) and cluster.scheduler is None
+
+    def tell(text: str) -> None:
+        click.echo(f"{name}: {text}")
+
+    try:
+        if folder is not None and cluster.scheduler is not None:  # whose record cannot be read
+            await detached.cancel_scheduler(folder)
+        queue, only = queue_class(cluster.queue)(), cluster.jobs if lives else None
+        # a notebook that lives may submit others for ever
+        await end_jobs(queue, name, tell, folder=None if lives else folder, only=only)
+    except HpcdaskError as error:
+        error.args = (f"{name}: {error}",)
+        raise
+    if lives:
+        tell(f"its jobs are gone, but {_owner(cluster)} still runs and may submit others")
+        return
+    if folder:
+        detached.mark_ended(folder, "hpcdask down --dead")
+    count = len(cluster.jobs)
+    jobs = f"{plural(count, 'job')} cancelled and gone;" if count else "no jobs and"
+    tell(f"{jobs} no keys are left")
 
 
 # Detached clusters
