@@ -19,7 +19,7 @@ import click
 from hpcdask.errors import HpcdaskError, QueueError, UsageError
 from hpcdask.jobs import detached, runs
 from hpcdask.jobs.cancel import end_jobs
-from hpcdask.jobs.detached import ENDED, NOTEBOOK, ControlRecord, holder
+from hpcdask.jobs.detached import CONTROL, ENDED, ENDING, NOTEBOOK, ControlRecord, holder
 from hpcdask.jobs.discovery import ClusterRecord, survey
 from hpcdask.jobs.folder import BATCH, ClusterFolder, list_clusters, prune
 from hpcdask.jobs.state import JobReport
@@ -27,6 +27,7 @@ from hpcdask.logs import complain, plural, say, text_table
 from hpcdask.queues.job_state import WAITING
 from hpcdask.queues.registry import queue_class, systems
 from hpcdask.spec.argv import folder_option, make_command, option_name, read
+from hpcdask.spec.parsing import whole_number
 
 #: Seconds for which `list` shows a detached cluster that is over.
 OVER_S = 86400.0
@@ -91,46 +92,38 @@ def _table(columns: list[str], rows: Iterable[Row]) -> str:
 
 
 async def _cluster_rows(clusters: Sequence[ClusterRecord], base: str | None) -> list[Row]:
-    found = [await _cluster_row(one, one.folder) for one in clusters if one.folder]
     ended = [folder for folder in list_clusters(base) if time.time() - (folder.ended or 0) < OVER_S]
-    for folder, record in detached.records(ended).items():
-        found.append(_row(folder, record, ENDED, record.why, 0))
+    over = [ClusterRecord(one.name, one.queue, one) for one in ended if holder(one) == CONTROL]
+    found = [await _cluster_row(one, one.folder) for one in [*clusters, *over] if one.folder]
     return found + list(await asyncio.gather(*(run.row() for run in runs.listed())))
 
 
 async def _cluster_row(cluster: ClusterRecord, folder: ClusterFolder) -> Row:
-    count = len(cluster.jobs)
-    record: ControlRecord | None = ControlRecord(folder.name)
+    row = {
+        "name": folder.name,
+        "id": folder.name,
+        "kind": "detached",
+        "state": "unknown",
+        "queue": folder.queue,
+        "jobs": len(cluster.jobs),
+        "since": folder.created,
+        "address": None,
+    }
     try:
         record = ControlRecord.read(folder)
-        gone = (await detached.look(folder)).why or "" if record else ""
+        gone = (await detached.look(folder)).why if record and folder.ended is None else None
     except HpcdaskError as error:
-        return _row(folder, record, "unknown", str(error), count)
+        return {**row, "why": str(error)}
     problem = cluster.problem().partition("\n")[0]  # it may end with a log's lines
     if record is None:
-        words = {True: "running", False: "dead", None: "cannot be seen from here"}
-        return _row(folder, None, words[cluster.lives], problem or _owner(cluster), count)
-    state = "dead" if gone and record.state not in (detached.ENDING, ENDED) else record.state
-    seen, why = cluster.scheduler, gone or problem
-    if not why and seen is not None and seen.state in WAITING:
+        state = {True: "running", False: "dead", None: "cannot be seen from here"}[cluster.lives]
+        return {**row, "kind": "notebook", "state": state, "why": problem or _owner(cluster)}
+    state, why = record.state, gone or record.why or problem
+    if gone and state not in (ENDING, ENDED):
+        state = "dead"
+    if not why and (seen := cluster.scheduler) is not None and seen.state in WAITING:
         why = f"its scheduler's job {seen.id} is {seen.words}"
-    return _row(folder, record, state, why, count)
-
-
-def _row(
-    folder: ClusterFolder, record: ControlRecord | None, state: str, why: str, jobs: int
-) -> Row:
-    return {
-        "name": record.name if record else folder.name,
-        "id": folder.name,
-        "kind": "detached" if record else "notebook",
-        "state": state,
-        "queue": folder.queue,
-        "jobs": jobs,
-        "since": folder.created,
-        "address": record.address if record else None,
-        "why": why,
-    }
+    return {**row, "name": record.name, "state": state, "address": record.address, "why": why}
 
 
 def _job_rows(clusters: Sequence[ClusterRecord]) -> list[Row]:
@@ -247,7 +240,8 @@ async def _end_dead(base: str | None, every: bool, yes: bool) -> list[HpcdaskErr
     chosen = [cluster for cluster in found if cluster.folder and cluster.lives in gone]
     kept = [cluster for cluster in found if cluster not in chosen and cluster.jobs]
     for cluster in kept:
-        click.echo(f"{cluster.name}: {_why_kept(cluster)}. To cancel: hpcdask down {cluster.name}")
+        count, name = plural(len(cluster.jobs), "job"), cluster.name
+        click.echo(f"{name}: kept {count}: {_owner(cluster)}. To cancel: hpcdask down {name}")
     if not yes and (names := [cluster.name for cluster in chosen if cluster.jobs]):
         total = sum(len(cluster.jobs) for cluster in chosen)
         question = f"Cancel {plural(total, 'job')} of {', '.join(names)}?"
@@ -266,14 +260,6 @@ async def _end_dead(base: str | None, every: bool, yes: bool) -> list[HpcdaskErr
     if old := prune(base):
         click.echo(f"removed the folders of clusters that ended long ago: {', '.join(old)}")
     return list(dict.fromkeys(errors))
-
-
-def _why_kept(cluster: ClusterRecord) -> str:
-    count = plural(len(cluster.jobs), "job")
-    if _is_batch(cluster.name):
-        return f"kept {count} of hpcdask submit"
-    every = " (--dead --all counts it as gone)" if cluster.folder and not cluster.lives else ""
-    return f"kept {count}: {_owner(cluster)}{' still runs' if cluster.lives else every}"
 
 
 async def _collect(ending: Awaitable[None], errors: list[HpcdaskError]) -> None:
@@ -384,10 +370,9 @@ def scale(base: str | None, name: str, workers: tuple[str, ...]) -> None:
     Adaptive scaling ends. With groups: hpcdask scale mine gpu=8 cpu=32
     """
     from .detached.attached import attach
-    from .display import JobTable
 
     pairs = [text.rpartition("=") for text in workers]
-    wanted = {group: int(number) for group, _, number in pairs if number.isdecimal()}
+    wanted = {group: whole_number(number, "hpcdask scale", 0) for group, _, number in pairs}
     if len(wanted) < len(workers) or ("" in wanted and len(wanted) > 1):
         raise UsageError(
             f"hpcdask scale: {' '.join(workers)}: give one number of workers, or GROUP=NUMBER for "
@@ -398,14 +383,10 @@ def scale(base: str | None, name: str, workers: tuple[str, ...]) -> None:
             cluster.stop_adapting()
             click.echo(f"{name}: adaptive scaling is off")
         cluster.scale(wanted.pop("", None), **wanted)
-        jobs = cluster.jobs()
-        staying = JobTable(job for job in jobs if not (job.cancelled or job.leaving))
-        click.echo(
-            f"{name}: {plural(len(cluster.plan), 'worker')} wanted; jobs: "
-            f"{staying.counts() or 'none'}"
-        )
-        if jobs.problem:
-            say(f"warning: {jobs.problem}")
+        counts = cluster.jobs().counts() or "none"
+        click.echo(f"{name}: {plural(len(cluster.plan), 'worker')} wanted; jobs: {counts}")
+        if problem := cluster.jobs().problem:
+            say(f"warning: {problem}")
 
 
 @click.command(

@@ -126,7 +126,7 @@ def test_a_notebook_that_cannot_be_seen_is_taken_for_alive(user):
     pretend(folder, space="pid:[1]")
     assert user.jobs(folder)[next(iter(folder.submitted()))]["lives"] is None
     done = user.hpcdask("down", "--dead", "--yes")
-    assert "cannot be seen from here (--dead --all counts it as gone). To cancel:" in done.stdout
+    assert "cannot be seen from here. To cancel:" in done.stdout
     assert "Nothing was left over" not in done.stdout
     assert len(processes(folder)) >= 2
     user.hpcdask("down", "--dead", "--all", "--yes")
