@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from datetime import timedelta
 
 from hpcdask.errors import HpcdaskError, JobsFailed, NotHere
 from hpcdask.jobs.detached import scheduler_job
@@ -49,41 +50,29 @@ class JobTable(tuple[Job, ...]):
             if job.state not in OVER or not (job.cancelled or job.state == JobState.COMPLETED)
         )
 
-    def _shown(self) -> tuple[list[tuple[str, ...]], str]:
-        """Return the rows to show, heads first, and a line on the others: live jobs go first."""
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Return the rows to show, heads first: jobs that are over give way to live ones."""
         first = sorted(self, key=lambda job: (job.state in OVER, -job.submitted))[:ROWS]
         shown = {job.id for job in first}
         rows = [COLUMNS, *(_row(job) for job in self if job.id in shown)]
-        more = f"… {len(self) - ROWS} more" if len(self) > ROWS else ""
+        if len(self) > ROWS:
+            rows.append(("", f"… {len(self) - ROWS} more", *[""] * (len(COLUMNS) - 2)))
         ungrouped = not any(job.group for job in self)
-        return [row[ungrouped:] for row in rows], more
+        return [row[ungrouped:] for row in rows]
 
     def __repr__(self) -> str:
-        rows, more = self._shown()
-        return "\n".join(filter(None, [text_table(rows), more, self.problem]))
+        return "\n".join(filter(None, [text_table(self._rows()), self.problem]))
 
     def _repr_html_(self) -> str:
-        rows, more = self._shown()
-        return html_table(rows) + (f"<p>{more}</p>" if more else "")
+        return html_table(self._rows())
 
 
 def _row(job: Job) -> tuple[str, ...]:
-    return (
-        job.group,
-        job.id,
-        str(job.state),
-        job.reason,
-        "" if job.exit_code is None else str(job.exit_code),
-        f"{len(job.workers)}/{job.size}",
-        job.nodes,
-        "" if job.state in OVER else age(time.time() - (job.started or job.submitted)),
-    )
-
-
-def age(seconds: float) -> str:
-    """Return hours, minutes and seconds, such as ``1:00:00``."""
-    minutes, rest = divmod(max(0, int(seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+    seconds = max(0, int(time.time() - (job.started or job.submitted)))
+    age = "" if job.state in OVER else str(timedelta(seconds=seconds))
+    code = "" if job.exit_code is None else str(job.exit_code)
+    workers = f"{len(job.workers)}/{job.size}"
+    return job.group, job.id, str(job.state), job.reason, code, workers, job.nodes, age
 
 
 # Failures
@@ -113,15 +102,12 @@ def jobs_failed(history: History, policy: Policy, folder: ClusterFolder) -> Jobs
     else:
         code = "unknown" if job.exit_code is None else job.exit_code
         how = ", ".join(filter(None, [str(job.state), job.reason, f"exit code {code}"]))
-    tail = "\n".join(folder.tails([job.id], 10)[job.id])
-    log = (
-        f"its log ends:\n{tail}"
-        if tail
-        else "its log is empty: it may have ended before Python started. Check job_script_prologue "
-        "and python"
-    )
+    log = "is empty: it may have ended before Python started. Check job_script_prologue and python"
+    if tail := folder.tails([job.id], 10)[job.id]:
+        log = "\n".join(["ends:", *tail])
     return JobsFailed(
-        f"{what}. The last was job {job.id}: {how}. Script and log are in {folder.path}, {log}"
+        f"{what}. The last was job {job.id}: {how}. Script and log are in {folder.path}, the log "
+        f"{log}"
     )
 
 

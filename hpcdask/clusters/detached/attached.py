@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from hpcdask.client.defaults import suiting_devices
 from hpcdask.clusters.base import BaseCluster
 from hpcdask.clusters.classes import class_of
 from hpcdask.clusters.cluster import JobCluster
-from hpcdask.clusters.display import JobTable, age
+from hpcdask.clusters.display import JobTable
 from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, UsageError, root_cause
 from hpcdask.gpu.monitor import GpuTable
 from hpcdask.jobs import detached
@@ -95,8 +96,9 @@ class AttachedCluster(BaseCluster):
         self._follower = asyncio.create_task(self._follow())
         if record.idle_timeout_s is not None and self._making is None:
             say(
-                f"attached to {record.name}. It ends after {age(record.idle_timeout_s)} h without "
-                f"clients, attached notebooks and Dask tasks"
+                f"attached to {record.name}. It ends after "
+                f"{timedelta(seconds=record.idle_timeout_s)} without clients, attached notebooks "
+                f"and Dask tasks"
             )
 
     async def _close(self) -> None:
