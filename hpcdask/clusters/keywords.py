@@ -16,7 +16,7 @@ from distributed import Scheduler, Security
 
 from hpcdask.errors import UsageError
 from hpcdask.spec.keywords import Keyword, Protocol, WorkerKeywords
-from hpcdask.spec.parsing import Time, parse_memory_limit, parse_seconds, whole_number
+from hpcdask.spec.parsing import Time, parse_memory, parse_seconds, whole_number
 from hpcdask.spec.specs import WorkerSpec, keywords_of
 
 WorkerCommand = Literal["distributed.cli.dask_worker", "hpcdask.worker"]
@@ -267,6 +267,6 @@ def parse_values(given: Mapping[str, Any], keywords: type) -> dict[str, Any]:
             "worker_command, nanny: jobs start hpcdask's own worker, which takes the place of "
             "dask_cuda.cli, and every worker has a nanny, which restarts it. Leave them out"
         )
-    if "memory" in values and not parse_memory_limit(memory := values["memory"], "memory"):
+    if "memory" in values and not parse_memory(memory := values["memory"], "memory"):
         raise UsageError(f"memory={memory!r}: a job needs an amount of memory, such as 64GiB")
     return values

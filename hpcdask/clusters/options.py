@@ -38,7 +38,7 @@ from hpcdask.queues.registry import queue_class
 from hpcdask.queues.script import check_lines
 from hpcdask.security.credentials import check_configuration
 from hpcdask.security.ports import check_size
-from hpcdask.spec.parsing import parse_memory_limit, parse_seconds
+from hpcdask.spec.parsing import parse_memory, parse_seconds
 from hpcdask.spec.specs import WorkerSpec
 
 from .job import Policy
@@ -268,7 +268,7 @@ class _Reader:
         if share is None and not learns_memory:
             per_worker = int(job.worker_memory) // per_node
             what = f"the job's memory for each of its {per_node} workers on a node"
-            share = parse_memory_limit(per_worker, what)
+            share = parse_memory(per_worker, what)
         if nthreads is None and not (gpus and spec.device != "cpu"):  # on a GPU the default is one
             nthreads = max(1, int(job.worker_cores) // per_node)
         walltime = timedelta.max  # no limit

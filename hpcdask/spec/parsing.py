@@ -21,13 +21,10 @@ CLOCKS = r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", r"()(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)
 
 def parse_memory(value: str | float | None, name: str) -> int | None:
     """Return bytes from ``"64GiB"``, ``"64e9"`` or a number; None from None and ``auto``."""
-    return None if value in (None, "auto") else _nbytes(value, name, "0 (no limit), auto")
-
-
-def parse_memory_limit(value: str | float | None, name: str) -> int | None:
-    """Return bytes as `parse_memory` does, of a limit under which a worker can live."""
-    nbytes = parse_memory(value, name)
-    if nbytes is not None and 0 < nbytes < 64 << 20:  # an idle worker has some more
+    if value in (None, "auto"):
+        return None
+    nbytes = _nbytes(value, name, "0 (no limit), auto")
+    if 0 < nbytes < 64 << 20:
         raise UsageError(
             f"{name}: {value!r} is {nbytes:,} bytes, less than an idle worker has, so it would be "
             f"restarted for ever. Is a unit missing, as in 64GiB?"
@@ -209,7 +206,7 @@ def parse_choice(value: Any, name: str, choices: Sequence[str]) -> Any:
 METAVARS: dict[Parser, str] = {
     parse_count: "N",
     parse_device_memory: "SIZE",
-    parse_memory_limit: "SIZE",
+    parse_memory: "SIZE",
     parse_seconds: "TIME",
     parse_deadline: "TIME",
     parse_port_range: "FIRST-LAST",

@@ -1,8 +1,6 @@
 """WorkerSpec: everything a worker needs, parsed and checked once.
 
-Every launcher turns its options into a `WorkerSpec`, and every process that it starts
-gets it back from argv. The command line is made from the fields' metadata, so that an option
-exists in one place.
+Every launcher turns its options into one, and every process that it starts gets it back from argv.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from .parsing import (
     parse_device_memory,
     parse_groups,
     parse_libraries,
-    parse_memory_limit,
+    parse_memory,
     parse_port_range,
     parse_resources,
     parse_seconds,
@@ -55,12 +53,8 @@ class WorkerSpec:
     """Worker: its device, its memory, its threads, its network.
 
     Every field is also an option of ``python -m hpcdask.run`` (``memory_limit`` is
-    ``--memory-limit``). Values may be given as text; they are parsed here, once.
-
-    Raises
-    ------
-    UsageError
-        A value is not understood; the message names the accepted forms.
+    ``--memory-limit``). Values may be given as text. Raises UsageError if one is not understood;
+    the message names the accepted forms.
     """
 
     device: Device = _option(
@@ -92,7 +86,7 @@ class WorkerSpec:
     )
     memory_limit: int | None = _option(
         "Host memory per worker, such as 64GiB. Default: an equal share of the job's on the node.",
-        parse_memory_limit,
+        parse_memory,
     )
     enable_nvlink: bool | None = _option(
         "Choose ucx as if NVLink joined the GPUs of each node, or keep ucx from NVLink. Default: "
