@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from datetime import timedelta
 
 import pytest
 from hypothesis import example, given
@@ -12,121 +13,62 @@ from hypothesis import strategies as st
 from hpcdask.errors import UsageError
 from hpcdask.runner.options import parse
 from hpcdask.spec.argv import option_name
-from hpcdask.spec.parsing import parse_device_memory, parse_memory, parse_resources, parse_seconds
+from hpcdask.spec.parsing import (
+    parse_device_memory,
+    parse_libraries,
+    parse_memory,
+    parse_resources,
+    parse_seconds,
+)
 from hpcdask.spec.specs import RunSpec, WorkerSpec
-
-SWITCHES = ("enable_nvlink",)
 
 # --- forms ----------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [
-        ("64GiB", 64 << 30),
-        ("64 GiB", 64 << 30),
-        ("64GB", 64 * 10**9),
-        ("512MiB", 512 << 20),
-        ("8e9", 8 * 10**9),
-        ("1.5 GB", 1_500_000_000),
-        ("1e9", 10**9),
-        (1 << 30, 1 << 30),
-        ("0", 0),
-        ("auto", None),
-        (None, None),
-    ],
-)
-def test_memory(text, nbytes):
-    assert parse_memory(text, "--memory-limit") == nbytes
-
-
-@pytest.mark.parametrize(
-    ("text", "amount"),
-    [
-        ("0.8", 0.8),
-        ("80%", 0.8),
-        ("80 %", 0.8),
-        ("12.5%", 0.125),
-        (0.5, 0.5),
-        ("100%", 1.0),
-        ("100GiB", 100 << 30),
-        (5 << 30, 5 << 30),
-        ("1", 1.0),
-        ("auto", None),
-        (None, None),
-        (0, 0),
-        ("0", 0),
-        ("none", 0),
-    ],
-)
-def test_device_memory_in_bytes_or_as_a_fraction(text, amount):
-    parsed = parse_device_memory(text, "--rmm-pool-size")
-    assert parsed == amount
-    assert type(parsed) is type(amount)
+#: Parser, value, and what it is read from.
+FORMS = [
+    (parse_memory, 64 << 30, ["64GiB", "64 GiB", 64 << 30]),
+    (parse_memory, 64 * 10**9, ["64GB", "64e9", "64000000000"]),
+    (parse_memory, 1_500_000_000, ["1.5 GB"]),
+    (parse_memory, 0, ["0", 0]),
+    (parse_memory, None, ["auto", None]),
+    (parse_device_memory, 0.8, ["0.8", "80%", "80 %", 0.8]),
+    (parse_device_memory, 0.125, ["12.5%"]),
+    (parse_device_memory, 1.0, ["100%", "1"]),
+    (parse_device_memory, 100 << 30, ["100GiB", 100 << 30]),
+    (parse_device_memory, 0, [0, "0", "none"]),
+    (parse_device_memory, None, ["auto", None]),
+    (parse_libraries, ("cupy",), ["cupy", ["cupy"]]),
+    (parse_libraries, ("numba", "cupy"), ["numba,cupy", "numba cupy, numba"]),
+    (parse_libraries, (), ["none", "", (), None]),
+    (parse_seconds, 90, ["90s", "1m30s", "00:01:30", 90, timedelta(seconds=90)]),
+    (parse_seconds, 7200, ["2 hours", "120 min", "2h"]),
+    (parse_seconds, 86400, ["1-00:00:00"]),
+    (parse_seconds, 0.5, ["0.5", "500ms"]),
+    (parse_seconds, None, ["none", None]),
+    (parse_resources, {"GPU": 2.0}, ["GPU=2", {"GPU": 2}]),
+    (parse_resources, {"GPU": 2.0, "MEM": 1e10}, ["GPU=2 MEM=10e9", "GPU=2,MEM=1e10"]),
+    (parse_resources, None, [None]),
+]
 
 
 @pytest.mark.parametrize(
-    ("given", "libraries"),
-    [
-        ("cupy", ("cupy",)),
-        ("cupy,torch", ("cupy", "torch")),
-        ("numba cupy, numba", ("numba", "cupy")),
-        (["torch"], ("torch",)),
-        ("none", ()),
-        ("", ()),
-        ((), ()),
-        (None, ()),
-    ],
+    ("parser", "value", "text"),
+    [(parser, value, text) for parser, value, texts in FORMS for text in texts],
 )
-def test_list_of_libraries(given, libraries):
-    spec = WorkerSpec(rmm_allocator_external_lib_list=given)
-    assert spec.rmm_allocator_external_lib_list == libraries
-    assert WorkerSpec.from_argv(spec.to_argv()) == spec
+def test_forms(parser, value, text):
+    parsed = parser(text, "--option")
+    assert parsed == value
+    assert isinstance(parsed, float) == isinstance(value, float) or parser is parse_seconds
+    assert parser(parsed, "--option") == parsed
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_is_on_off_or_ucx_s_choice(name):
-    on, off = option_name(name), option_name(name).replace("--enable-", "--disable-")
-    assert getattr(WorkerSpec.from_argv([on]), name) is True
-    assert getattr(WorkerSpec.from_argv([off]), name) is False
-    assert getattr(WorkerSpec.from_argv([]), name) is None
-    assert WorkerSpec(**{name: False}).to_argv() == [off]
-    with pytest.raises(UsageError, match=f"{on}: 'yes' is not one of True, False, None"):
-        WorkerSpec(**{name: "yes"})
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90s", 90),
-        ("2 min", 120),
-        ("1h30m", 5400),
-        ("1h", 3600),
-        ("2 hours", 7200),
-        ("00:30:00", 1800),
-        ("1-00:00:00", 86400),
-        ("0.5", 0.5),
-        ("500ms", 0.5),
-        (30, 30),
-        (None, None),
-    ],
-)
-def test_seconds(text, seconds):
-    assert parse_seconds(text, "--timeout") == seconds
-
-
-@pytest.mark.parametrize(
-    ("text", "resources"),
-    [
-        ("GPU=2", {"GPU": 2.0}),
-        ("GPU=2 MEM=10e9", {"GPU": 2.0, "MEM": 1e10}),
-        ("GPU=2,MEM=1", {"GPU": 2.0, "MEM": 1.0}),
-        ({"GPU": 1}, {"GPU": 1.0}),
-        (None, None),
-    ],
-)
-def test_resources(text, resources):
-    assert parse_resources(text, "--resources") == resources
+def test_a_switch_is_on_off_or_ucx_s_choice():
+    for argv, value in ([], None), (["--enable-nvlink"], True), (["--disable-nvlink"], False):
+        spec = WorkerSpec.from_argv(argv)
+        assert spec.enable_nvlink is value
+        assert spec.to_argv() == argv
+    with pytest.raises(UsageError, match="--enable-nvlink: 'yes' is not one of True, False, None"):
+        WorkerSpec(enable_nvlink="yes")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +111,6 @@ def test_any_text_is_a_finite_amount_or_a_usage_error(parser, text):
 COUNTS = st.none() | st.integers(1, 10_000)
 SECONDS = st.none() | st.floats(0.001, 1e7)
 DEVICE_MEMORY = st.none() | st.just(0) | st.integers(2, 1 << 45) | st.floats(0.01, 1.0)
-SWITCH = st.none() | st.booleans()
 # What a shell hands over; a leading dash would be an option, and click drops empty values
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(
     lambda word: not word.startswith("-")
@@ -182,7 +123,7 @@ FIELDS = {
     "port_range": st.none() | st.just("20000-20999"),
     "nthreads": COUNTS,
     "memory_limit": st.none() | st.just(0) | st.integers(128 << 20, 1 << 45),
-    **dict.fromkeys(SWITCHES, SWITCH),
+    "enable_nvlink": st.none() | st.booleans(),
     "rmm_pool_size": DEVICE_MEMORY,
     "rmm_async": st.booleans(),
     "rmm_allocator_external_lib_list": st.lists(
@@ -256,23 +197,16 @@ def test_bad_command_line(argv, words):
     assert caught.value.exit_code == 2
 
 
-def test_help_has_the_usual_options_first(capsys):
+@pytest.mark.parametrize(("word", "has_all"), [("--help", False), ("--help-all", True)])
+def test_help_has_the_usual_options_or_all(capsys, word, has_all):
     with pytest.raises(SystemExit) as caught:
-        parse(["--help"])
+        parse([word])
     assert caught.value.code == 0
     printed = capsys.readouterr().out
     assert "--device" in printed
     assert "--help-all" in printed
-    assert "--rmm-async" not in printed
-
-
-def test_help_names_every_option(capsys):
-    with pytest.raises(SystemExit) as caught:
-        parse(["--help-all"])
-    assert caught.value.code == 0
-    printed = capsys.readouterr().out
-    for field in dataclasses.fields(RunSpec):
-        assert option_name(field.name) in printed
+    names = [option_name(field.name) for field in dataclasses.fields(RunSpec)]
+    assert all(name in printed for name in names) == has_all
 
 
 @pytest.mark.parametrize(
