@@ -43,8 +43,8 @@ Row = dict[str, Any]
 def list_(base: str | None, of_jobs: bool, as_json: bool) -> None:
     """Show your clusters and runs, or their jobs.
 
-    Clusters are detached, or of a notebook. Runs are shown if they have a scheduler file, and once
-    if they were killed. Detached clusters that ended in the last day are shown with the reason.
+    Clusters are detached, or of a notebook. Runs are shown if they have a scheduler file. Detached
+    clusters that ended in the last day are shown with the reason.
 
     The exit code is 1 if the queueing system of a cluster does not answer.
     """

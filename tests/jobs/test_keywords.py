@@ -35,12 +35,17 @@ def script(folder: Path, **keywords: Any) -> str:
         ({"memory_limit": "1kB"}, "memory_limit: '1kB' is 1,000 bytes"),
         ({"walltime": 7200}, "walltime=7200 is a number, and queues differ in what that counts: "),
         ({"config_name": "slurm-x"}, "has no section jobqueue.slurm-x. It has: "),
+        ({"config_name": "text"}, "has no section jobqueue.text. It has: "),
+        ({"config_name": "empty"}, "has no section jobqueue.empty. It has: "),
     ],
 )
 def test_what_is_not_understood_is_told_with_what_may_be_meant(
     tmp_path: Path, keywords: dict, message: str
 ):
-    with pytest.raises(UsageError, match=re.escape(message)):
+    with (
+        dask.config.set({"jobqueue.text": "text", "jobqueue.empty": None}),
+        pytest.raises(UsageError, match=re.escape(message)),
+    ):
         script(tmp_path, **JOB, **keywords)
     assert not list(tmp_path.iterdir())
 
@@ -80,15 +85,6 @@ def test_a_section_may_have_the_keywords_of_hpcdask(tmp_path: Path):
         assert made.controller.poll_interval_s == 9
         assert (policy.deaths_max, policy.start_timeout_s) == (4, 60)
         assert "--gres=gpu:2" in made.job_script()
-
-
-@pytest.mark.parametrize("given", ["text", None])
-def test_a_section_that_is_none(tmp_path: Path, given: Any):
-    with (
-        dask.config.set({"jobqueue.mine": given}),
-        pytest.raises(UsageError, match=r"no section jobqueue\.mine"),
-    ):
-        script(tmp_path, **JOB, config_name="mine")
 
 
 @pytest.mark.parametrize(

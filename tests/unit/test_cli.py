@@ -88,10 +88,7 @@ def test_the_package_is_the_command():
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (
-            "jobqueue:\n  slurm:\n    cores: [16\n  pbs: {}\n",
-            "expected ',' or ']', but got ':'",
-        ),
+        ("jobqueue:\n  slurm:\n    cores: [16\n", "expected ',' or ']', but got"),
         ("hpcdask\n", "config files must have a dict as the top level object, got a str instead"),
     ],
 )
@@ -132,7 +129,6 @@ def test_help_is_whole_at_80_columns(group: click.Group, words: list[str]):
     shown = re.sub(r"\[(ARGUMENTS|ARGS|CLUSTER|PROGRAM)\]\.\.\.", "", done.output)
     assert "..." not in shown
     assert max(map(len, done.output.splitlines())) <= 80
-    assert "default: (" not in shown
     if group is not bench:  # to copy
         assert shown.rstrip().splitlines()[-1].startswith("  Example: ")
 
