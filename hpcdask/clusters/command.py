@@ -112,9 +112,9 @@ async def _cluster_row(cluster: ClusterRecord, folder: ClusterFolder) -> Row:
     try:
         record = ControlRecord.read(folder)
         gone = (await detached.look(folder)).why if record and folder.ended is None else None
+        problem = cluster.problem().partition("\n")[0]  # it may end with a log's lines
     except HpcdaskError as error:
         return {**row, "why": str(error)}
-    problem = cluster.problem().partition("\n")[0]  # it may end with a log's lines
     if record is None:
         state = {True: "running", False: "dead", None: "cannot be seen from here"}[cluster.lives]
         return {**row, "kind": "notebook", "state": state, "why": problem or _owner(cluster)}
@@ -209,18 +209,22 @@ def down(base: str | None, names: tuple[str, ...], dead: bool, every: bool, yes:
 
 async def _end_named(base: str | None, names: Sequence[str]) -> list[HpcdaskError]:
     """End each of these clusters, and return what went wrong."""
-    clusters, problems = await survey(base)
-    there = {cluster.name: cluster for cluster in clusters}  # some have no folder here
     folders = list_clusters(base)
     known = detached.records(folders)
     errors: list[HpcdaskError] = []
+    others = {}
     for name in names:
         found = detached.resolve(name, folders, known)
-        ids = [name] if name in there else [one.name for one in found if one.name in there]
-        ids = ids or [one for one in there if one.startswith(name)]
         if len(found) == 1 and found[0] in known:
             await _collect(_end_detached(found[0], known[found[0]].why), errors)
-        elif len(ids) == 1:
+        else:
+            others[name] = [folder.name for folder in found]
+    clusters, problems = await survey(base) if others else ([], {})
+    there = {cluster.name: cluster for cluster in clusters}  # some have no folder here
+    for name, resolved in others.items():
+        ids = [one for one in (resolved or [name]) if one in there]
+        ids = ids or [one for one in there if one.startswith(name)]
+        if len(ids) == 1:
             await _collect(_end(there[ids[0]], problems), errors)
         elif ids:
             text = f"several clusters are called {name}: say which by id: {', '.join(ids)}"
@@ -344,8 +348,7 @@ def _keywords(cls: type, words: tuple[str, ...]) -> dict[str, Any]:
     """Return options as the keywords of a class, with values of its types."""
     known = {name: one.annotation for name, one in inspect.signature(cls).parameters.items()}
     options = [click.Option([option_name(name)], multiple=True) for name in known if name != "name"]
-    command = make_command("hpcdask up", "", options)
-    given = read(command, words)
+    given = read(make_command("hpcdask up", "", options), words)
     return {name: _value(known[name], list(some)) for name, some in given.items() if some}
 
 

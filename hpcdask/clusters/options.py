@@ -61,8 +61,6 @@ if TYPE_CHECKING:
 NO_ADDRESS = "<scheduler's address>"
 #: Address of a scheduler of jobs on this machine.
 LOOPBACK = "127.0.0.1"
-#: Seconds between two queries of the queue.
-POLL_INTERVAL_S = 5.0
 #: Keywords of jobs and workers that groups may not have.
 FOR_ALL = {"log_directory", "name", "port_range"}
 #: Stands for the memory that dask-jobqueue wants to know; its line is left out of the script.
@@ -182,7 +180,7 @@ class ClusterOptions:
             queue=queue,
             groups=jobs,
             name=given.get("name"),
-            poll_interval_s=settings.get("poll_interval", POLL_INTERVAL_S),
+            poll_interval_s=settings.get("poll_interval", 5.0),
             base=settings.get("shared_temp_directory"),
             logs=None if logs is None else str(base_path(logs)),
             scheduler=_read_scheduler(settings, local=queue.is_local, on_node=on_node),
@@ -451,11 +449,9 @@ def import_jobqueue(module: str) -> Any:
 def import_job_class(jobqueue: tuple[str, str]) -> Any:
     """Import a Job class; see `Queue.jobqueue`."""
     module, name = jobqueue
-    if "." not in name:
-        return getattr(import_jobqueue(module), name)
-    import_jobqueue("core")
     path, _, name = name.rpartition(".")
-    return getattr(importlib.import_module(path), name)
+    found = import_jobqueue("core" if path else module)
+    return getattr(importlib.import_module(path) if path else found, name)
 
 
 def read_section(jobqueue: tuple[str, str], config_name: str | None = None) -> dict[str, Any]:
