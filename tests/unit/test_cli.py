@@ -68,14 +68,10 @@ def on_path(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     return folder
 
 
-def write_commands(folder: Path, **scripts: str) -> None:
-    for name, text in scripts.items():
-        (folder / name).write_text(text)
+def write_commands(folder: Path, script: str, *names: str) -> None:
+    for name in names:
+        (folder / name).write_text(script)
         (folder / name).chmod(0o755)
-
-
-def slurm_commands(folder: Path, squeue: str) -> None:
-    write_commands(folder, sbatch=squeue, squeue=squeue, scancel=squeue)
 
 
 def test_the_package_is_the_command():
@@ -152,7 +148,7 @@ def test_a_queue_that_hangs_and_that_no_cluster_uses_is_noted(
     folder = ClusterFolder.create("ab-1", "slurm", base=tmp_path)
     folder.record(["1"])
     folder.mark_ended()
-    slurm_commands(on_path, HANGS)
+    write_commands(on_path, HANGS, "sbatch", "squeue", "scancel")
     said = invoke(tmp_path, *words)
     assert said.count("hpcdask: warning: squeue did not answer within 0.5 s") == 1
 
@@ -160,8 +156,8 @@ def test_a_queue_that_hangs_and_that_no_cluster_uses_is_noted(
 def test_the_answer_of_one_system_that_makes_no_sense_hides_no_other(tmp_path: Path, on_path: Path):
     """Regression: a ValueError in a reader of one system's output ended the list."""
     ClusterFolder.create("mine-1", "slurm", base=tmp_path)
-    slurm_commands(on_path, SQUEUE)
-    write_commands(on_path, bsub=ODD, bjobs=ODD, bkill=ODD)
+    write_commands(on_path, SQUEUE, "sbatch", "squeue", "scancel")
+    write_commands(on_path, ODD, "bsub", "bjobs", "bkill")
     said = invoke(tmp_path, "list", "--jobs")
     assert " 7 " in said
     assert "LSF" not in said  # its commands may be another system's wrappers
