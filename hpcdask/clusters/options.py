@@ -294,12 +294,17 @@ class _Reader:
 
     def _worker_spec(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> WorkerSpec:
         """Read the workers' specification; `worker_extra_args` overrule the configuration."""
-        found = {
-            name: value
-            for some in (self.site, _worker_extra_args(settings), given)
-            for name, value in some.items()
-            if name in SPEC_FIELDS - {"name"}  # that of the cluster
-        }
+        args = settings.get("worker_extra_args") or settings.get("extra") or []
+        try:
+            extra = WorkerSpec.from_argv([word for arg in args for word in shlex.split(str(arg))])
+        except UsageError as error:
+            raise UsageError(f"worker_extra_args: {error}") from None
+        if extra.name is not None:
+            raise UsageError("worker_extra_args: --name: workers are named after their jobs")
+        usual = vars(WorkerSpec())
+        of_args = {name: value for name, value in vars(extra).items() if value != usual[name]}
+        found = {**self.site, **of_args, **given}
+        found = {name: found[name] for name in SPEC_FIELDS - {"name"} if name in found}
         if "protocol" in found:
             protocol = str(found["protocol"]).removesuffix("://")
             found["protocol"] = "tcp" if protocol == "tls" else protocol
@@ -405,23 +410,6 @@ def _read_scheduler(settings: Mapping[str, Any], *, local: bool, on_node: bool) 
                 f'scheduler_options={{"interface": "…"}}'
             ) from None
     return chosen
-
-
-def _worker_extra_args(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``worker_extra_args``, in dask's or dask-cuda's words, as fields of `WorkerSpec`."""
-    args = settings.get("worker_extra_args") or settings.get("extra") or []
-    words = [word for arg in args for word in shlex.split(str(arg))]
-    try:
-        spec = WorkerSpec.from_argv(words)
-    except UsageError as error:
-        raise UsageError(f"worker_extra_args: {error}") from None
-    if spec.name is not None:
-        raise UsageError("worker_extra_args: --name: workers are named after their jobs. Leave it")
-    return {
-        field.name: getattr(spec, field.name)
-        for field in dataclasses.fields(spec)
-        if getattr(spec, field.name) != field.default
-    }
 
 
 # dask-jobqueue and its part of Dask's configuration
