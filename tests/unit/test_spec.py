@@ -101,54 +101,47 @@ def test_any_text_is_a_finite_amount_or_a_usage_error(parser, text):
     except UsageError as error:
         message = str(error)
     assert value is None or (value >= 0 and math.isfinite(value))
-    assert not message or (
-        ("Accepted:" in message or "an idle worker" in message) and "\n" not in message
-    )
+    assert not message or any(word in message for word in ("Accepted:", "an idle worker"))
+    assert "\n" not in message
 
 
 # --- the specs ------------------------------------------------------------------------------------
 
-COUNTS = st.none() | st.integers(1, 10_000)
-SECONDS = st.none() | st.floats(0.001, 1e7)
-DEVICE_MEMORY = st.none() | st.just(0) | st.integers(2, 1 << 45) | st.floats(0.01, 1.0)
 # What a shell hands over; a leading dash would be an option, and click drops empty values
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).filter(
     lambda word: not word.startswith("-")
 )
 KEYS = st.text(st.characters(categories=("L", "N")), min_size=1)
+LIBRARIES = st.lists(st.sampled_from(["cupy", "torch", "numba"]), unique=True)
+TEXT, COUNT, TIME = st.none() | WORDS, st.none() | st.integers(1, 10_000), st.floats(0.001, 1e7)
+DEVICE_MEMORY = st.none() | st.just(0) | st.integers(2, 1 << 45) | st.floats(0.01, 1.0)
 FIELDS = {
+    **dict.fromkeys(("interface", "local_directory", "name"), TEXT),
+    **dict.fromkeys(("rmm_pool_size", "device_memory_limit"), DEVICE_MEMORY),
+    **dict.fromkeys(("preload", "preload_nanny"), st.lists(WORDS, max_size=2).map(tuple)),
+    **dict.fromkeys(("lifetime", "lifetime_stagger"), st.none() | TIME),
+    **dict.fromkeys(("rmm_async", "lifetime_restart"), st.booleans()),
     "device": st.sampled_from(["auto", "cuda", "cpu"]),
     "protocol": st.sampled_from(["auto", "tcp", "ucx"]),
-    "interface": st.none() | WORDS,
     "port_range": st.none() | st.just("20000-20999"),
-    "nthreads": COUNTS,
+    "nthreads": COUNT,
     "memory_limit": st.none() | st.just(0) | st.integers(128 << 20, 1 << 45),
     "enable_nvlink": st.none() | st.booleans(),
-    "rmm_pool_size": DEVICE_MEMORY,
-    "rmm_async": st.booleans(),
-    "rmm_allocator_external_lib_list": st.lists(
-        st.sampled_from(["cupy", "torch", "numba"]), unique=True
-    ).map(tuple),
-    "device_memory_limit": DEVICE_MEMORY,
-    "local_directory": st.none() | WORDS,
-    "name": st.none() | WORDS,
+    "rmm_allocator_external_lib_list": LIBRARIES.map(tuple),
     "resources": st.none() | st.dictionaries(KEYS, st.floats(0, 1e12), min_size=1, max_size=3),
-    "preload": st.lists(WORDS, max_size=2).map(tuple),
-    "preload_nanny": st.lists(WORDS, max_size=2).map(tuple),
-    "lifetime": SECONDS,
-    "lifetime_stagger": SECONDS,
-    "lifetime_restart": st.booleans(),
-    "death_timeout": st.floats(0.001, 1e7),
+    "death_timeout": TIME,
 }
 RUN_FIELDS = {
-    "scheduler_file": st.none() | WORDS,
-    "dashboard_address": st.none() | WORDS,
-    "tls": st.booleans(),
+    **dict.fromkeys(("scheduler_file", "dashboard_address"), TEXT),
+    **dict.fromkeys(("tls", "oversubscribe"), st.booleans()),
     "groups": st.sampled_from([(), ("auto",), ("gpu:4", "cpu:2"), ("cpu:16",)]),
-    "oversubscribe": st.booleans(),
-    "timeout": st.floats(0.001, 1e7),
-    "workers_min": COUNTS,
+    "timeout": TIME,
+    "workers_min": COUNT,
 }
+
+
+def test_every_field_is_drawn():
+    assert {field.name for field in dataclasses.fields(RunSpec)} == {*FIELDS, *RUN_FIELDS}
 
 
 @given(st.fixed_dictionaries({}, optional=FIELDS))
@@ -209,17 +202,7 @@ def test_help_has_the_usual_options_or_all(capsys, word, has_all):
     assert all(name in printed for name in names) == has_all
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("device", "gpu"),
-        ("nthreads", 0),
-        ("nthreads", 1.5),
-        ("workers_min", -1),
-        ("memory_limit", "x"),
-        ("memory_limit", 64),  # GiB were meant
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [("device", "gpu"), ("nthreads", 0), ("tls", "no")])
 def test_a_spec_is_checked_however_it_is_made(name, value):
     with pytest.raises(UsageError, match=option_name(name)):
         RunSpec(**{name: value})
