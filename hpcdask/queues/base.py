@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import shutil
@@ -13,13 +14,23 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from hpcdask.errors import QueueError, Refused, UsageError
+from hpcdask.errors import NoAnswer, NotHere, QueueError, Refused, UsageError
 
-from .commands import NOTHING, Commands
+from .commands import COMMAND_TIMEOUT_S, run_command
 from .helpers import AGAIN, parse_clock, words
 from .job_state import WAITING, QueueStatus
-from .script import first_number, header_lines, one_line, option_values, render
+from .script import (
+    clean_name,
+    double_quoted,
+    first_number,
+    header_lines,
+    one_line,
+    option_values,
+    render,
+)
 
+#: Matches no text.
+NOTHING = re.compile(r"(?!)")
 #: Advice where the commands of a queueing system are missing.
 WHERE_TO_RUN = (
     "Run this on a login node of the site. A container needs the queue's commands and their "
@@ -80,12 +91,14 @@ class Allocation:
         return self.ranks * (self.cpus_per_gpu or 1)
 
 
-class Queue(Commands, ABC):
+class Queue(ABC):
     """Queueing system. Its commands count as hanging after `timeout_s`.
 
     What is not said by a class attribute is said by a method that the system's class overrides.
     """
 
+    #: As users call the system.
+    title: ClassVar[str]
     #: Section of the configuration, and the class that writes the header: dask-jobqueue's in the
     #: module of the section's name, or any class with its module before it.
     jobqueue: ClassVar[tuple[str, str]]
@@ -101,24 +114,31 @@ class Queue(Commands, ABC):
     advice: ClassVar[str] = ""
     #: Words of refusals that time or fewer jobs cure.
     limits: ClassVar[re.Pattern[str]] = NOTHING
-    #: The command that cancels, what it says of jobs that are gone, and whether line by line.
-    canceller: str = ""
+    #: What commands say on a host that may not use them, or whose jobs may not.
+    denied: ClassVar[re.Pattern[str]] = NOTHING
+    #: How variables begin that would change what its commands do, or what a job learns of itself.
+    ignored_variables: ClassVar[tuple[str, ...]] = ()
+    #: The command that cancels, and how its lines differ from those on a failure: on what is gone.
+    canceller: ClassVar[str] = ""
     gone: ClassVar[re.Pattern[str]] = NOTHING
-    gone_by_line: ClassVar[bool] = True
+    #: The largest number of jobs of one submission: the command that tells, how, and the default.
+    array_limit: ClassVar[tuple[str, str, int]] = ("", "", 1)
     #: Shell words that give, inside a job, its id as `submit` returns it, and its restart count.
     job_id: ClassVar[str]
     restarts: ClassVar[str] = "0"
     #: Whether a job that is started again does not learn of it, so that it must end at once.
     needs_guard: ClassVar[bool] = False
-    #: How a directive begins; dask-jobqueue's options for the job's name, and for words to quote.
+    #: How a directive begins; dask-jobqueue's options for the job's name, and for words to quote;
+    #: what stands behind a backslash in double quotes, or None where quotes are a shell's.
     prefix: ClassVar[str] = "#PBS"
     name_option: ClassVar[str] = "-N"
     quoted_options: ClassVar[str] = ""
-    #: Option of dask-jobqueue's line with the memory; directives of the user that take its place,
-    #: and whether a job learns from the queue how much it got.
+    escaped: ClassVar[str | None] = None
+    #: What a job's name may hold, see `clean_name`; empty for anything.
+    name_form: ClassVar[tuple[str, str, int] | tuple[()]] = ()
+    #: Option of dask-jobqueue's line with the memory; directives of the user that take its place.
     memory_option: ClassVar[str] = ""
     memory_pattern: ClassVar[re.Pattern[str]] = NOTHING
-    tells_memory: ClassVar[bool] = False
     #: How one asks for a GPU; options of directives that may do so, and their values.
     gpu_example: ClassVar[str] = ""
     gpu_options: ClassVar[tuple[str, ...]] = ("-l",)
@@ -137,6 +157,9 @@ class Queue(Commands, ABC):
     counts_ranks: bool = False
     #: Whether its own output of a job goes to a file of any name, while the job runs.
     names_log: ClassVar[bool] = False
+
+    def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
 
     @classmethod
     def of_cluster(cls, keywords: dict[str, Any]) -> Queue:
@@ -196,7 +219,7 @@ class Queue(Commands, ABC):
 
     def job_name(self, request: Request) -> str:
         """Return the job's name as the queue takes it."""
-        return request.name
+        return clean_name(request.name, *self.name_form) if self.name_form else request.name
 
     def name_directive(self, name: str) -> str:
         """Return the option that gives the job this name."""
@@ -204,7 +227,11 @@ class Queue(Commands, ABC):
 
     def quote(self, value: str) -> str:
         """Quote a value for the reader of directives."""
-        return value if value.startswith('"') else shlex.quote(value)
+        if value.startswith('"') or re.fullmatch(r"[\w.@,+:/=%-]+", value, re.ASCII):
+            return value
+        if self.escaped is None:
+            return shlex.quote(value)
+        return double_quoted(value, self.prefix, self.escaped)
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         """Add the request's GPUs to the resources of the header."""
@@ -212,10 +239,7 @@ class Queue(Commands, ABC):
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         """Add the tag, the file of the queue's own output, and other lines to the header."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not say how a job of {self.title} carries its tag, and "
-            f"where its log is: override with_directives, or script"
-        )
+        raise NotImplementedError(f"{type(self).__name__}: override with_directives, or script")
 
     def guard(self, request: Request) -> list[str]:
         """Return shell lines that end a job which the queue started before.
@@ -242,8 +266,8 @@ class Queue(Commands, ABC):
 
     @classmethod
     def requests_memory(cls, directives: Iterable[str]) -> bool:
-        """Return whether a user's directives request the memory that a job then learns of."""
-        return cls.tells_memory and any(map(cls.memory_pattern.search, directives))
+        """Return whether a user's directives request memory, and the queue tells the job of it."""
+        return False
 
     @classmethod
     def parse_walltime(cls, text: str) -> timedelta:
@@ -288,7 +312,10 @@ class Queue(Commands, ABC):
 
     async def limit(self) -> int:
         """Return the largest number of jobs of one submission."""
-        return 1
+        command, pattern, usual = self.array_limit
+        said = (await self.run(*command.split())).stdout if command else ""
+        found = re.search(pattern, said, re.M) if command else None
+        return int(found[1] if found else 0) or usual
 
     @abstractmethod
     async def submit(self, script: str, count: int) -> list[str]:
@@ -315,12 +342,9 @@ class Queue(Commands, ABC):
     async def cancel(self, ids: Collection[str]) -> None:
         """Cancel jobs with one command. Those that are over already do not matter."""
         done = await self.run(*shlex.split(self.canceller), *ids)
-        said = done.stderr + done.stdout
-        parts = filter(str.strip, said.splitlines()) if self.gone_by_line else [said.strip()]
-        bad = [part for part in parts if not self.gone.search(part)]
-        if done.returncode and bad:
-            why = "; ".join(bad)[:500] if self.gone_by_line else words(done)
-            raise QueueError(f"{done.args[0]} failed: {why}")
+        lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+        if done.returncode and not (lines and all(map(self.gone.search, lines))):
+            raise self.failed(done)
 
     @abstractmethod
     async def tagged(self) -> dict[str, str]:
@@ -339,6 +363,39 @@ class Queue(Commands, ABC):
         return ". ".join(filter(None, [f"{words}, and may never start", advice]))
 
     # Running commands
+
+    async def run(
+        self, *command: str, input: str | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one command.
+
+        Raises NoAnswer if it takes longer than `timeout_s`, and NotHere if it cannot be started.
+        """
+        own = {k: v for k, v in os.environ.items() if not k.startswith(self.ignored_variables)}
+        try:
+            return await run_command(command, input, {**own, **(env or {})}, self.timeout_s)
+        except OSError as error:
+            raise NotHere(f"{command[0]} cannot be started: {error.strerror}") from None
+        except subprocess.TimeoutExpired as error:
+            parts = filter(None, (error.stdout, error.stderr))
+            said = " ".join(b" ".join(parts).decode(errors="replace").split())[:500]
+            raise NoAnswer(
+                f"{command[0]} did not answer within {self.timeout_s:g} s"
+                f"{f' (it said: {said})' if said else ''}: {self.title} is "
+                f"overloaded or down. See whether it answers in a terminal"
+            ) from None
+
+    async def answer(self, *command: str, **options: Any) -> str:
+        """Return the output of a command; `options` are those of `run`. Raises QueueError."""
+        done = await self.run(*command, **options)
+        if done.returncode:
+            raise self.failed(done)
+        return done.stdout
+
+    def failed(self, done: subprocess.CompletedProcess[str]) -> QueueError:
+        """Return the error of a command that failed."""
+        kind = NotHere if self.denied.search(done.stderr + done.stdout) else QueueError
+        return kind(f"{done.args[0]} failed: {words(done)}. See whether it works in a terminal")
 
     async def take(self, script: str, pattern: str, *command: str, **options: Any) -> re.Match[str]:
         """Submit a script with this command, and find the job's id in what it prints.

@@ -33,6 +33,7 @@ class HtcondorQueue(Queue):
     gone = re.compile("not found|couldn't find|already", re.I)
     job_id = '"$1"'  # the description's arguments
     needs_guard = True
+    array_limit = ("", "", 1000)
     launchers = ()
     prefix = "#CONDOR"
     gpu_example = "request_gpus = 1"
@@ -60,9 +61,6 @@ class HtcondorQueue(Queue):
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
         found = cls.gpu_pattern.match(directive)
         return int(found[1] or 1) if found else None
-
-    async def limit(self) -> int:
-        return 1000
 
     async def submit(self, script: str, count: int) -> list[str]:
         os.chmod(script, 0o700)

@@ -20,18 +20,10 @@ class QueueState(StrEnum):
     TIMEOUT = "timeout"  # ended by its walltime
 
 
-#: States of jobs that the queue has done with.
-OVER = frozenset(
-    {
-        QueueState.COMPLETED,
-        QueueState.FAILED,
-        QueueState.CANCELLED,
-        QueueState.PREEMPTED,
-        QueueState.TIMEOUT,
-    }
-)
 #: States of jobs that have no nodes yet, or nodes that still boot.
 WAITING = frozenset({QueueState.PENDING, QueueState.REQUEUED})
+#: States of jobs that the queue has done with.
+OVER = frozenset(QueueState) - WAITING - {QueueState.RUNNING, QueueState.UNKNOWN}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 A job is a session of processes under coreutils' ``timeout``, which ends them at the walltime, and
 kills what is left 5 s after a SIGTERM even when the one who sent it is gone by then. Its processes
 carry its id, tag and GPUs in their environment, where the user's other programs find them. Pending
-jobs exist only in the process that submitted them, and end with it.
+jobs exist only in the process that submitted them, where a thread starts them, and end with it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 
 from hpcdask.errors import Refused, UsageError
-from hpcdask.process import home_folder, process_start, signal_name
+from hpcdask.process import home_folder, process_start
 from hpcdask.security import private
 
 from .base import Queue, Request
+from .helpers import ended, pick, read
 from .job_state import OVER, QueueState, QueueStatus
 from .registry import requested_gpus
 from .script import render
@@ -37,16 +40,10 @@ from .script import render
 JOB, TAG, HOME = "HPCDASK_LOCAL_JOB", "HPCDASK_TAG", "HPCDASK_HOME"
 #: Variable with the GPUs that a job was given, which its processes may not all see.
 GPUS = "HPCDASK_LOCAL_GPUS"
-#: Seconds between SIGTERM and SIGKILL.
-KILL_WAIT_S = 5.0
+#: Seconds between SIGTERM and SIGKILL, and between two looks at the jobs.
+KILL_WAIT_S, LOOK_S = 5.0, 0.5
 #: How the line of a script begins that says, in JSON, what the job asks for.
 DIRECTIVE = "#HPCDASK "
-#: Exit code of ``timeout`` for a command that it ended.
-TIMED_OUT = 124
-
-#: Processes and their environments, by the jobs' ids.
-Found = dict[str, list[tuple[psutil.Process, dict[str, str]]]]
-T = TypeVar("T")
 _numbers = itertools.count()
 
 
@@ -54,38 +51,27 @@ _numbers = itertools.count()
 class Entry:
     """Job that this process submitted; its `leader` is the process of ``timeout``."""
 
-    id: str
+    status: QueueStatus
     script: str
     tag: str
     gpus: int
     folder: str
-    state: QueueState = QueueState.PENDING
-    reason: str = ""
-    exit_code: int | None = None
-    started: float | None = None
     leader: subprocess.Popen[bytes] | None = None
     cancelled: bool = False
 
-    def end(self, state: QueueState, reason: str = "", exit_code: int | None = None) -> None:
-        """Record the job's end."""
-        self.state, self.reason, self.exit_code = state, reason, exit_code
+    def cancel(self) -> None:
+        """Take the end of the job for a cancellation; a pending one ends now."""
+        self.cancelled = True
+        if self.status.state is QueueState.PENDING:
+            self.note(QueueState.CANCELLED, "cancelled")
 
-
-def locked_in_thread(method: Callable[..., T]) -> Callable[..., Coroutine[Any, Any, T]]:
-    """Run a method in a thread, one at a time."""
-
-    async def run(self: LocalQueue, *args: Any) -> T:
-        def locked() -> T:
-            with self._lock:
-                return method(self, *args)
-
-        return await asyncio.to_thread(locked)
-
-    return run
+    def note(self, state: QueueState, reason: str = "", **facts: Any) -> None:
+        """Change the status."""
+        self.status = replace(self.status, state=state, reason=reason, **facts)
 
 
 class LocalQueue(Queue):
-    """This machine as a queue.
+    """This machine as a queue, and a thread that starts its jobs and notes how they end.
 
     A job gets as many of the GPUs, given by UUID, as it requests for itself, or waits. With None
     they are not counted, and every job starts at once. A job gets SIGTERM after `walltime_s`, if
@@ -97,19 +83,18 @@ class LocalQueue(Queue):
     of_all_jobs = ("walltime",)
     is_local = True
     launchers = ()
+    array_limit = ("", "", 1000)
     programs = ("bash", "timeout")
     advice = "nvidia-smi -L"
     job_id = f"${JOB}"
 
-    def __init__(
-        self, gpus: Sequence[str] | None = None, *, walltime_s: float | None = None
-    ) -> None:
+    def __init__(self, gpus: Iterable[str] | None = None, walltime_s: float | None = None) -> None:
         super().__init__()
-        self.gpus = None if gpus is None else tuple(gpus)
+        self.gpus = None if gpus is None else list(gpus)
         self.walltime_s = walltime_s
         self._entries: dict[str, Entry] = {}
         self._ending: dict[str, float] = {}  # since when, by the monotonic clock
-        self._lock = threading.Lock()
+        self._lock, self._watched = threading.Lock(), False
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
         """Return the job script, whose second line holds the request."""
@@ -127,19 +112,13 @@ class LocalQueue(Queue):
         """Read ``90s``, ``5min``, ``1h30m``, ``00:30:00`` or a number of seconds."""
         from hpcdask.spec.parsing import parse_seconds
 
-        seconds = parse_seconds(text, "walltime")
-        if seconds is None:
+        if (seconds := parse_seconds(text, "walltime")) is None:
             raise UsageError(f"walltime: {text!r} is not a time. For no limit, leave walltime out")
         return timedelta(seconds=seconds)
 
-    async def limit(self) -> int:
-        return 1000
-
-    @locked_in_thread
-    def submit(self, script: str, count: int) -> list[str]:
-        """Start `count` jobs, or as many as there are GPUs for; the others wait."""
-        with open(script, newline="\n") as file:
-            line = next(line for line in file if line.startswith(DIRECTIVE))
+    async def submit(self, script: str, count: int) -> list[str]:
+        lines = (await read(script)).split("\n")
+        line = next(line for line in lines if line.startswith(DIRECTIVE))
         asked = json.loads(line.removeprefix(DIRECTIVE))
         if self.gpus is not None and asked["gpus"] > len(self.gpus):
             raise Refused(
@@ -148,165 +127,155 @@ class LocalQueue(Queue):
             )
         submitter = f"{os.getpid()}.{process_start(os.getpid())}"
         ids = [f"{submitter}.{next(_numbers)}" for _ in range(count)]
-        self._entries |= {job_id: Entry(job_id, script, **asked) for job_id in ids}
-        self._advance()
+        for job_id in ids:
+            self._entries[job_id] = Entry(QueueStatus(job_id, QueueState.PENDING), script, **asked)
+        await asyncio.to_thread(self._act)
         return ids
 
-    @locked_in_thread
-    def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        """Return the jobs' status, after pending jobs for which there are GPUs were started."""
-        found, node, seen = self._advance(), os.uname().nodename, {}
-        for job_id in ids:
-            if (entry := self._entries.get(job_id)) is not None:
-                at, limit = entry.started, self.walltime_s
-                ends = at + limit if at and limit else None
-                facts = (entry.state, entry.reason, entry.exit_code, 0, at, ends)
-                seen[job_id] = QueueStatus(job_id, *facts, nodes=node if at else "")
-            elif job_id in found:
-                seen[job_id] = QueueStatus(job_id, QueueState.RUNNING, nodes=node)
-        return seen
+    async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
+        """Return the status of jobs; another process's job runs, or is not known."""
+        found, node = await asyncio.to_thread(_living), os.uname().nodename
+        running = {job: QueueStatus(job, QueueState.RUNNING, nodes=node) for job in found}
+        known = {job: entry.status for job, entry in self._entries.items()}
+        return pick(ids, running | known)
 
-    @locked_in_thread
-    def cancel(self, ids: Collection[str]) -> None:
+    async def cancel(self, ids: Collection[str]) -> None:
         """Send SIGTERM to the leaders of jobs, which kill what is left after 5 s."""
-        found = _living()
-        for job_id in ids:
-            if (entry := self._entries.get(job_id)) is not None:
-                entry.cancelled = True
-                if entry.state is QueueState.PENDING:
-                    entry.end(QueueState.CANCELLED, "cancelled")
-            self._ending.setdefault(job_id, time.monotonic())
-            processes = [process for process, _ in found.get(job_id, ())]
-            _send(signal.SIGTERM, list(filter(_leads, processes)) or processes)
+        await asyncio.to_thread(self._act, ids)
 
-    @locked_in_thread
-    def tagged(self) -> dict[str, str]:
+    async def tagged(self) -> dict[str, str]:
         """Return tags of jobs of this user and ``HPCDASK_HOME``, and of those that wait here."""
-        running = {job_id: some[0][1] for job_id, some in self._advance().items()}
-        home = home_folder()
-        tags = {job_id: env[TAG] for job_id, env in running.items() if env.get(HOME) == home}
-        live = [entry for entry in self._entries.values() if entry.state not in OVER]
-        return tags | {entry.id: entry.tag for entry in live}
+        found, home = await asyncio.to_thread(_living), home_folder()
+        envs = {job_id: some[0].environ for job_id, some in found.items()}
+        tags = {job_id: env[TAG] for job_id, env in envs.items() if env.get(HOME) == home}
+        return tags | {entry.status.id: entry.tag for entry in self._live()}
 
-    # With the lock
+    def _live(self) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.status.state not in OVER]
 
-    def _advance(self) -> Found:
-        """Collect what has ended, kill what should have, start what can start.
+    # In threads
 
-        Returns the processes that were found before anything was started.
-        """
-        now, found = time.monotonic(), _living()
-        for entry in self._entries.values():
-            leader = entry.leader
-            if entry.state is QueueState.RUNNING and leader and leader.poll() is not None:
-                self._ending.setdefault(entry.id, now)
-                if left := len(found.get(entry.id, ())):
-                    entry.reason = f"ending: {left} of its processes are left"
-                else:
-                    self._settle(entry, leader.returncode)
-        for job_id, since in self._ending.items():
-            if now - since > KILL_WAIT_S + 1:  # `timeout` was first, where it lives
-                _send(signal.SIGKILL, (process for process, _ in found.get(job_id, ())))
-        if waiting := [one for one in self._entries.values() if one.state is QueueState.PENDING]:
+    def _act(self, cancelled: Collection[str] = ()) -> None:
+        """Cancel jobs, start what can start, and look after the jobs from now on."""
+        with self._lock:
+            found = _living() if cancelled else {}
+            for job_id in cancelled:
+                if entry := self._entries.get(job_id):
+                    entry.cancel()
+                processes = found.get(job_id, [])
+                leaders = [one for one in processes if one.name == "timeout"]
+                _send(signal.SIGTERM, leaders or processes)
+                self._ending.setdefault(job_id, time.monotonic())
+            self._advance()
+            if not self._watched:
+                self._watched = True
+                threading.Thread(target=self._watch, name="local jobs", daemon=True).start()
+
+    def _watch(self) -> None:
+        """Look after the jobs until all are over."""
+        while self._watched:
+            time.sleep(LOOK_S)
+            with self._lock, contextlib.suppress(OSError):  # such as too many open files for now
+                self._advance()
+                self._watched = bool(self._ending or self._live())
+
+    def _advance(self) -> None:
+        """Collect what has ended, kill what should have, start what can start."""
+        live = self._live()
+        codes = {one.status.id: one.leader.poll() for one in live if one.leader}
+        exited = {job_id: code for job_id, code in codes.items() if code is not None}
+        for job_id in exited:
+            self._ending.setdefault(job_id, time.monotonic())
+        found = _living() if self._ending else {}
+        self._ending = {job: since for job, since in self._ending.items() if job in found}
+        for job, since in self._ending.items():
+            if time.monotonic() - since > KILL_WAIT_S + 1:  # `timeout` was first, where it lives
+                _send(signal.SIGKILL, found[job])
+        for job_id in exited.keys() - found.keys():
+            self._settle(self._entries[job_id], exited[job_id])
+        if waiting := [entry for entry in live if entry.status.state is QueueState.PENDING]:
             self._start_all(waiting)
-        return found
+
+    def _settle(self, entry: Entry, code: int) -> None:
+        """Note the end of a job whose processes are all gone; `code` is its leader's."""
+        code = 128 - code if code < 0 else code
+        state, reason = ended(code)
+        if entry.cancelled:
+            state, reason = QueueState.CANCELLED, "cancelled"
+        elif time.time() >= (entry.status.ends or math.inf):
+            state, reason = QueueState.TIMEOUT, f"walltime of {self.walltime_s:g} s"
+        entry.note(state, reason, exit_code=code)
 
     def _start_all(self, waiting: Iterable[Entry]) -> None:
         """Start jobs for which there are GPUs: first come, first served."""
-        gpus, short = self.gpus or (), ""
-        with gpus_locked():
-            envs = [env for some in _living().values() for _, env in some]
-            taken = {uuid for env in envs for uuid in env.get(GPUS, "").split(",")}
+        with os.fdopen(private.open_lock(f"{private.node_folder('gpus')}/lock")) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # against other programs of this user
+            living = itertools.chain(*_living().values())
+            taken = {uuid for one in living for uuid in one.environ.get(GPUS, "").split(",")}
+            gpus, short = self.gpus or [], ""
+            free = [uuid for uuid in gpus if uuid not in taken]
             for entry in waiting:
-                free = [uuid for uuid in gpus if uuid not in taken]
                 if self.gpus is not None and len(free) < entry.gpus:
                     some = f"{len(free)} of {len(gpus)} GPUs are free, not {entry.gpus}"
-                    short = f"Resources: {some if free else f'all {len(gpus)} GPUs are taken'}"
+                    short = f"Resources: {some}"
                 if short and entry.gpus:  # those that need no GPU never wait
-                    entry.reason = short
+                    entry.note(QueueState.PENDING, short)
                 else:
-                    given = free[: entry.gpus]
-                    self._start(entry, given)
-                    taken |= set(given)
-
-    def _settle(self, entry: Entry, code: int) -> None:
-        """End a job whose processes are all gone; `code` is its leader's."""
-        lasted = time.time() - (entry.started or 0.0)
-        if entry.cancelled:
-            entry.end(QueueState.CANCELLED, "cancelled", 128 - code if code < 0 else code)
-        elif self.walltime_s and lasted >= self.walltime_s and code in (TIMED_OUT, -signal.SIGKILL):
-            number = signal.SIGTERM if code == TIMED_OUT else signal.SIGKILL
-            entry.end(QueueState.TIMEOUT, f"walltime of {self.walltime_s:g} s", 128 + number)
-        elif code < 0:
-            entry.end(QueueState.FAILED, f"killed by {signal_name(-code)}", 128 - code)
-        else:
-            entry.end(QueueState.FAILED if code else QueueState.COMPLETED, "", code)
+                    self._start(entry, free[: entry.gpus])
+                    free = free[entry.gpus :]
 
     def _start(self, entry: Entry, gpus: Sequence[str]) -> None:
         """Start a job on these GPUs."""
-        own = {JOB: entry.id, TAG: entry.tag, HOME: home_folder(), GPUS: ",".join(gpus)}
+        job_id, now, limit = entry.status.id, time.time(), self.walltime_s
+        own = {JOB: job_id, TAG: entry.tag, HOME: home_folder(), GPUS: ",".join(gpus)}
         own["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
-        if self.gpus is not None:
-            own["CUDA_VISIBLE_DEVICES"] = own[GPUS]
-        limit = [f"--kill-after={KILL_WAIT_S:g}", f"{self.walltime_s or 0:g}"]
-        path = os.path.join(entry.folder, f"queue-{entry.id}.log")
+        own |= {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": own[GPUS]}
+        words = ["timeout", "--preserve-status", f"-k{KILL_WAIT_S:g}", f"{limit or 0:g}", "bash"]
+        path = os.path.join(entry.folder, f"queue-{job_id}.log")
         try:
             with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as output:
-                entry.started = time.time()
-                entry.leader = subprocess.Popen(
-                    ["timeout", *limit, "bash", entry.script],
+                entry.leader = leader = subprocess.Popen(
+                    [*words, entry.script],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     env={**os.environ, **own},
                     start_new_session=True,
                 )
-            entry.state, entry.reason = QueueState.RUNNING, ""
-            leader = psutil.Process(entry.leader.pid)
             # the kernel shows the environment a moment after a process was started
-            while _environment(leader).get(JOB) != entry.id and entry.leader.poll() is None:
+            environ = Path(f"/proc/{leader.pid}/environ")
+            while leader.poll() is None and job_id.encode() not in environ.read_bytes():
                 time.sleep(0.001)
         except OSError as error:
-            entry.end(QueueState.FAILED, f"it cannot be started: {error}")
+            entry.note(QueueState.FAILED, f"it cannot be started: {error}")
+        else:
+            ends, node = now + limit if limit else None, os.uname().nodename
+            entry.note(QueueState.RUNNING, started=now, ends=ends, nodes=node)
 
 
-def _living() -> Found:
-    """Return the processes of this user's jobs on this machine."""
-    found: Found = {}
+class Living(NamedTuple):
+    """Process of a job."""
+
+    process: psutil.Process
+    name: str
+    environ: dict[str, str]
+
+
+def _living() -> dict[str, list[Living]]:
+    """Return the processes of this user's jobs on this machine, by their jobs' ids."""
+    found: dict[str, list[Living]] = {}
     for process in psutil.process_iter():
-        env = _environment(process)
-        if JOB in env:
-            found.setdefault(env[JOB], []).append((process, env))
+        with contextlib.suppress(psutil.Error):
+            if process.uids().effective == os.geteuid():  # root could read everybody's
+                environ = process.environ()
+                if JOB in environ:
+                    found.setdefault(environ[JOB], []).append(
+                        Living(process, process.name(), environ)
+                    )
     return found
 
 
-def _environment(process: psutil.Process) -> dict[str, str]:
-    """Return the environment of a process of this user; empty if the process is gone."""
-    with contextlib.suppress(psutil.Error):
-        if process.uids().effective == os.geteuid():  # root could read everybody's
-            return process.environ()
-    return {}
-
-
-def _leads(process: psutil.Process) -> bool:
-    """Return whether a process leads a session, as that of ``timeout`` does."""
-    with contextlib.suppress(ProcessLookupError):
-        return os.getsid(process.pid) == process.pid
-    return False
-
-
-def _send(number: int, processes: Iterable[psutil.Process]) -> None:
-    for process in processes:
+def _send(number: int, processes: Iterable[Living]) -> None:
+    for one in processes:
         with contextlib.suppress(psutil.Error):
-            process.send_signal(number)
-
-
-@contextlib.contextmanager
-def gpus_locked() -> Iterator[None]:
-    """Keep other programs of this user from starting jobs on this machine."""
-    file = private.open_lock(os.path.join(private.node_folder("gpus"), "lock"))
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
+            one.process.send_signal(number)

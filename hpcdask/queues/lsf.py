@@ -16,7 +16,7 @@ from typing import Any
 from . import helpers
 from .base import Allocation, Queue, Request
 from .job_state import QueueState, QueueStatus
-from .script import clean_name, double_quoted, first_number, one_line, option_values
+from .script import first_number, one_line, option_values
 
 #: What the reader of options, or of the names of files, takes for something else.
 UNQUOTABLE = re.compile(r"""['"\\$%`]""")
@@ -32,15 +32,11 @@ STATES = {
 USAGE = re.compile(r"\brusage\s*\[[^]]*?\bngpus\w*=(\d+)", re.I)
 #: Why LSF ended a job, by the first word of its reason.
 REASONS = {
-    "TERM_RUNLIMIT": QueueState.TIMEOUT,
-    "TERM_DEADLINE": QueueState.TIMEOUT,
-    "TERM_OWNER": QueueState.CANCELLED,
-    "TERM_FORCE_OWNER": QueueState.CANCELLED,
-    "TERM_ADMIN": QueueState.CANCELLED,
-    "TERM_FORCE_ADMIN": QueueState.CANCELLED,
+    **dict.fromkeys(("TERM_RUNLIMIT", "TERM_DEADLINE"), QueueState.TIMEOUT),
+    **dict.fromkeys(("TERM_OWNER", "TERM_FORCE_OWNER"), QueueState.CANCELLED),
+    **dict.fromkeys(("TERM_ADMIN", "TERM_FORCE_ADMIN"), QueueState.CANCELLED),
+    **dict.fromkeys(("TERM_REQUEUE_OWNER", "TERM_REQUEUE_ADMIN"), QueueState.PREEMPTED),
     "TERM_PREEMPT": QueueState.PREEMPTED,
-    "TERM_REQUEUE_OWNER": QueueState.PREEMPTED,
-    "TERM_REQUEUE_ADMIN": QueueState.PREEMPTED,
 }
 
 
@@ -70,6 +66,9 @@ class LsfQueue(Queue):
     prefix = "#BSUB"
     name_option = "-J"
     quoted_options = "-q -P"
+    escaped = '"\\'
+    name_form = (r"\w.-", "", 100)
+    array_limit = ("bparams -a", r"MAX_JOB_ARRAY_SIZE\s*=\s*(\d+)", 1000)
     memory_option = "-M"
     memory_pattern = re.compile(r"(^|\s)-M")
     gpu_example = "#BSUB -gpu num=1"
@@ -78,13 +77,6 @@ class LsfQueue(Queue):
     walltime_forms = "MINUTES, HOURS:MINUTES"
 
     # What the script says
-
-    def job_name(self, request: Request) -> str:
-        return clean_name(request.name, r"\w.-", longest=100)
-
-    def quote(self, value: str) -> str:
-        plain = value.startswith('"') or re.fullmatch(r"[\w.@,+:/=-]+", value)
-        return value if plain else double_quoted(value, "#BSUB")
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         # the GPU's model, or other GPU requirements, as in gmodel=A100:j_exclusive=yes
@@ -128,11 +120,6 @@ class LsfQueue(Queue):
         return len(set(environ.get("LSB_MCPU_HOSTS", "").split()[::2]))
 
     # What is asked of the queue
-
-    async def limit(self) -> int:
-        done = await self.run("bparams", "-a")
-        found = re.search(r"MAX_JOB_ARRAY_SIZE\s*=\s*(\d+)", done.stdout)
-        return int(found[1]) if found else 1000  # LSF's default
 
     async def submit(self, script: str, count: int) -> list[str]:
         text = await helpers.read(script)

@@ -27,6 +27,7 @@ class MoabQueue(PbsQueue):
     programs = ("msub", "showq", "canceljob")
     canceller = "canceljob"
     gone = re.compile("invalid job|cannot locate|not found|unknown|already|completed", re.I)
+    array_limit = ("", "", 1)
     version = "Torque"
     job_id = '"$MOAB_JOBID"'  # set by msub -E
 
@@ -37,9 +38,6 @@ class MoabQueue(PbsQueue):
 
     def job_name(self, request: Request) -> str:
         return f"{super().job_name(request)[:100]}.{request.tag.replace(':', '_')}"
-
-    async def limit(self) -> int:
-        return 1
 
     async def submit(self, script: str, count: int) -> list[str]:
         return [(await self.take(script, r"\A\s*([\w.-]+)\s*\Z", "msub", "-E", script))[1]]

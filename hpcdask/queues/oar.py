@@ -20,7 +20,7 @@ from hpcdask.errors import QueueError, UsageError
 from . import helpers
 from .base import Allocation, Queue, Request
 from .job_state import QueueState, QueueStatus
-from .script import clean_name, one_line
+from .script import one_line
 
 TAG = "# HPCDASK_TAG="
 RUNS = ("Launching", "Running", "Resuming", "Finishing", "toError")
@@ -49,12 +49,15 @@ class OarQueue(Queue):
         r"too many|number of (\w+ )?jobs|jobs? limit|cannot connect|connection", re.I
     )
     canceller = "oardel"
-    gone = re.compile("already|not found|does not exist|no job|unknown", re.I)
-    gone_by_line = False
+    gone = re.compile(
+        "already|not found|does not exist|no job|unknown|^Deleting|will be deleted", re.I
+    )
+    array_limit = ("", "", 1000)  # each is a row of its own in OAR's database
     job_id = '"$OAR_JOB_ID"'
     prefix = "#OAR"
     name_option = "-n"
     quoted_options = "-q --project"
+    name_form = (r"\w .,:;=@+()-", "", 100)
     gpu_example = "oarsub -l gpu=1"
     gpu_options = ("-l", "--resource")
     # Behind gpu= a number, or ALL or BEST
@@ -67,9 +70,6 @@ class OarQueue(Queue):
     mpirun_option = '--hostfile "$OAR_NODEFILE"'
 
     # What the script says
-
-    def job_name(self, request: Request) -> str:
-        return clean_name(request.name, r"\w .,:;=@+()-", longest=100)
 
     def name_directive(self, name: str) -> str:
         return super().name_directive(shlex.quote(name))
@@ -119,9 +119,6 @@ class OarQueue(Queue):
         return {**keywords, "resource_spec": f"/nodes={asked.nodes}{cores}"}
 
     # What is asked of the queue
-
-    async def limit(self) -> int:
-        return 1000  # each is a row of its own in OAR's database
 
     async def submit(self, script: str, count: int) -> list[str]:
         text = await helpers.read(script)

@@ -21,7 +21,7 @@ from hpcdask.errors import UsageError
 from . import helpers
 from .base import Allocation, Queue, Request
 from .job_state import QueueState, QueueStatus
-from .script import clean_name, one_line
+from .script import one_line
 
 TIME = "%a %b %d %H:%M:%S %Y"
 STATES = {
@@ -57,6 +57,9 @@ class PbsQueue(Queue):
     # Of the job that the notebook may run in
     ignored_variables = ("PBS_ARRAY", "PBS_JOBID", "MOAB_JOB")
     quoted_options = "-q -A"
+    name_form = (r"\w.+-", "A-Za-z", 200)
+    # By default PBS Professional's
+    array_limit = ("qstat -B -f", r"max_(?:job_)?array_size = (\d+)", 10_000)
     gpu_example = "#PBS -l select=1:ngpus=1"
     gpu_options = ("-l", "-L", "-W")
     # PBS Professional's ngpus=2, Torque's gpus=2, Moab's gres=gpu:2 and GRES:gpus@2
@@ -69,9 +72,6 @@ class PbsQueue(Queue):
     version = ""  # printed by ``qstat --version``
 
     # What the script says
-
-    def job_name(self, request: Request) -> str:
-        return clean_name(request.name, r"\w.+-", "A-Za-z")
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         """Add the GPUs to the header's resources, unless the user's resources have them.
@@ -121,11 +121,6 @@ class PbsQueue(Queue):
                 raise self.failed(done)
             self.version = helpers.words(done)  # Torque's is among the errors
         return "pbs_version" not in self.version
-
-    async def limit(self) -> int:
-        done = await self.run("qstat", "-B", "-f")
-        found = re.search(r"max_(?:job_)?array_size = (\d+)", done.stdout)
-        return int(found[1]) if found else 10_000  # the default of PBS Professional
 
     async def submit(self, script: str, count: int) -> list[str]:
         array = []

@@ -16,7 +16,7 @@ from hpcdask.errors import UsageError
 from . import helpers
 from .base import Allocation, Queue, Request
 from .job_state import QueueState, QueueStatus
-from .script import clean_name, double_quoted, one_line
+from .script import one_line
 
 #: What the reader of directives or of paths takes for something else.
 UNQUOTABLE = re.compile(r"""['"\\$,:]""")
@@ -46,19 +46,15 @@ class SgeQueue(Queue):
     gone = re.compile("delet|does not exist")
     prefix = "#$"
     quoted_options = "-q -P"
+    escaped = ""
+    name_form = (r"\w.+-", "A-Za-z_", 200)
+    array_limit = ("qconf -sconf", r"^max_aj_tasks\s+(\d+)", 75_000)
     gpu_example = "#$ -l gpu=1"
     # Complexes are named by the sites
     gpu_pattern = re.compile(r"(?:^|,)(?:n?gpus?|cuda)=(\d+)(?![\d.])", re.I)
     job_id = '"$JOB_ID$([ "${SGE_TASK_ID:-undefined}" = undefined ] || echo ".$SGE_TASK_ID")"'
 
     # What the script says
-
-    def job_name(self, request: Request) -> str:
-        return clean_name(request.name, r"\w.+-", "A-Za-z_")
-
-    def quote(self, value: str) -> str:
-        plain = value.startswith('"') or re.fullmatch(r"[\w.@,+:/=*-]+", value)
-        return value if plain else double_quoted(value, "#$", escaped="")
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         # the GPU's type as the resource gpu_type, or the site's own as in model=a100
@@ -102,11 +98,6 @@ class SgeQueue(Queue):
         return int(hosts) if hosts.isdigit() else 0
 
     # What is asked of the queue
-
-    async def limit(self) -> int:
-        done = await self.run("qconf", "-sconf")
-        found = re.search(r"^max_aj_tasks\s+(\d+)", done.stdout, re.M)
-        return int(found[1]) if found and int(found[1]) else 75_000  # Grid Engine's default
 
     async def submit(self, script: str, count: int) -> list[str]:
         array = ["-t", f"1-{count}"] if count > 1 else []

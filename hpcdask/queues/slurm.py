@@ -7,13 +7,12 @@ STATE CODES" of squeue(1) and sacct(1).
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
 import subprocess
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -28,8 +27,6 @@ GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
 
 #: Variable by which all of SLURM's commands but sacct talk to other clusters than this one.
 CLUSTERS = "SLURM_CLUSTERS"
-#: Most expressions of job ids in one call of scancel.
-CANCELLED_AT_ONCE = 1000
 #: File of SLURM's own output of an array's element, and of a job that is none.
 ARRAY_LOG, SINGLE_LOG = "queue-%A_%a.log", "hpcdask-%j.log"
 WALLTIME_FORMS = (
@@ -87,7 +84,6 @@ NAMED_LIMIT = re.compile(r"\b(QOS|Assoc)\w*(Limit|Violation|Max\w+)|\bPart\w+Lim
 LOST_ANSWER = re.compile(
     r"timed out|Zero Bytes|Connection reset|Communication|Munge decode failed", re.I
 )
-OVER_ALREADY = re.compile(r"Invalid job id specified|already complet", re.I)
 #: Reasons of jobs that wait for more than free nodes, such as another limit, or to be released.
 LASTING = re.compile(
     r"(Partition|QOS|Assoc|Account|Invalid|BadConstraints|JobHeld|ReservationDeleted)"
@@ -108,6 +104,7 @@ ADVICE = (
     (r"feature|constraint", 'Features: sinfo -o "%P %f"'),
     (r"reservation", "Reservations: scontrol show reservation"),
     (r"node name", "Nodes: sinfo -N"),
+    (r"memory", 'Memory of nodes: sinfo -o "%P %m"'),
     (r"gres|generic resource|node config|gpu|tres", 'GPUs, cores, memory: sinfo -o "%P %G %c %m"'),
     (r"partition", "Partitions: sinfo -s"),
 )
@@ -120,6 +117,8 @@ class SlurmQueue(Queue):
     jobqueue = ("slurm", "SLURMJob")
     programs = ("sbatch", "squeue", "scancel")
     denied = re.compile(r"Access/permission denied", re.I)
+    canceller = "scancel"
+    gone = re.compile(r"Invalid job id specified|already complet", re.I)
     job_id = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
     restarts = "${SLURM_RESTART_COUNT:-0}"
     # sbatch takes these for options that beat the script's, or hands them to the job, where they
@@ -136,9 +135,9 @@ class SlurmQueue(Queue):
     prefix = "#SBATCH"
     name_option = "-J"
     quoted_options = "-p -A -t --mem"
+    escaped = '"\\'
     memory_option = "--mem"
     memory_pattern = re.compile(r"(^|\s)--mem(-per-\w+)?(=|\s|$)")
-    tells_memory = True
     gpu_example = (
         "#SBATCH --gpus-per-node=1 (or --gres=gpu:1), and srun --gpus-per-task=1 --gpu-bind=none"
     )
@@ -173,10 +172,6 @@ class SlurmQueue(Queue):
 
     def name_directive(self, name: str) -> str:
         return f"--job-name={double_quoted(name, 'job_name')}"
-
-    def quote(self, value: str) -> str:
-        plain = re.fullmatch(r"[\w.,:/@%+=-]+", value, re.ASCII)
-        return value if plain else double_quoted(value, "a keyword")
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         for line in lines:
@@ -228,6 +223,10 @@ class SlurmQueue(Queue):
                 if count or "res" not in option:
                     return count if option in cls.gpu_options[-3:] else nodes * count
         return None
+
+    @classmethod
+    def requests_memory(cls, directives: Iterable[str]) -> bool:
+        return any(map(cls.memory_pattern.search, directives))
 
     async def allocation(
         self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
@@ -298,25 +297,7 @@ class SlurmQueue(Queue):
                 text = f"{error}. Script kept at {script}"
                 raise Refused(text, for_now=True, fewer=False) from None
             raise
-        except Refused as error:
-            if "Memory specification" in str(error):
-                error.args = (f"{error}{await self._memory(script)}",)
-            raise
         return [f"{job[1]}_{n}" for n in range(count)] if arrays else [job[1]]
-
-    async def _memory(self, script: str) -> str:
-        """Compare a script's memory with that of the largest node."""
-        from dask.utils import format_bytes
-
-        with contextlib.suppress(QueueError):
-            asked = re.search(r"(?m)^#SBATCH --mem=(\d+)([KMGT]?)", await read(script))
-            nodes = await self.answer("sinfo", "--noheader", "--exact", "--format=%m")
-            sizes = [int(size) * 2**20 for size in re.findall(r"\d+", nodes)]
-            if asked and sizes:
-                size = int(asked[1]) * 1024 ** (1 + "KMGT".index(asked[2] or "M"))
-                largest = format_bytes(max(sizes))
-                return f". Asked: {format_bytes(size)} a node; the largest has {largest}"
-        return ""
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         if not ids:
@@ -360,11 +341,8 @@ class SlurmQueue(Queue):
             job, _, index = job_id.partition("_")
             grouped.setdefault(job, []).extend([index] if index else [])
         jobs = [f"{job}_[{','.join(some)}]" if some else job for job, some in grouped.items()]
-        for start in range(0, len(jobs), CANCELLED_AT_ONCE):
-            done = await self.run("scancel", *jobs[start : start + CANCELLED_AT_ONCE])
-            lines = done.stderr.splitlines()
-            if done.returncode and not (lines and all(map(OVER_ALREADY.search, lines))):
-                raise self.failed(done)
+        if jobs:
+            await super().cancel(jobs)
 
     async def tagged(self) -> dict[str, str]:
         jobs = _rows(await self._squeue("JobArrayID", "State", "Comment"), 3)

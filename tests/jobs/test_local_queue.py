@@ -8,20 +8,26 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from doors import ask, cancel, wait_for_state
 from hpcdask.errors import Refused
 from hpcdask.queues import local
 from hpcdask.queues.base import Request
 from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
 from hpcdask.queues.local import LocalQueue
 from launching import end, leftovers, wait_for
+
+GRACE_S = 1  # between SIGTERM and SIGKILL
+STUBBORN = "trap '' TERM; echo ready; while :; do sleep 0.1; done"
+SLEEP = "exec sleep 1000"
 
 
 class Site:
@@ -30,7 +36,7 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tag = f"hpcdask:{uuid.uuid4().hex}"
-        self.submitted: list[tuple[LocalQueue, list[str]]] = []
+        self.submitted: list[tuple[LocalQueue, str]] = []
 
     def script(self, command: str, gpus: int = 0) -> str:
         request = Request(name="x", tag=self.tag, folder=str(self.folder), gpus=gpus)
@@ -41,8 +47,22 @@ class Site:
 
     def submit(self, queue: LocalQueue, command: str, count: int = 1, gpus: int = 0) -> list[str]:
         ids = asyncio.run(queue.submit(self.script(command, gpus), count))
-        self.submitted.append((queue, ids))
+        self.submitted += [(queue, job_id) for job_id in ids]
         return ids
+
+    def submit_elsewhere(self, command: str, uuids: Sequence[str] = ()) -> str:
+        """Submit in a process that ends when the job has begun; the job takes all these GPUs."""
+        program = (
+            "import asyncio, time\nfrom hpcdask.queues import local\n"
+            f"local.KILL_WAIT_S, queue = {GRACE_S}, local.LocalQueue({[*uuids]})\n"
+            f"(job,) = asyncio.run(queue.submit({self.script(command, len(uuids))!r}, 1))\n"
+            "while asyncio.run(queue.query([job]))[job].state != 'running':\n    time.sleep(0.01)\n"
+            "print(job)\n"
+        )
+        words = [sys.executable, "-c", program]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
+        assert not done.stderr
+        return done.stdout.strip()
 
     def output(self, job_id: str) -> str:
         return (self.folder / f"queue-{job_id}.log").read_text()
@@ -50,8 +70,10 @@ class Site:
     def processes(self) -> list[psutil.Process]:
         return leftovers(self.tag)
 
-
-GRACE_S = 1  # between SIGTERM and SIGKILL
+    def kill_leader(self) -> None:
+        (leader,) = (process for process in self.processes() if process.name() == "timeout")
+        leader.kill()
+        wait_for(lambda: leader not in self.processes())
 
 
 @pytest.fixture
@@ -61,33 +83,39 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     try:
         yield site
         wait_for(lambda: not site.processes(), 15, "the jobs' processes to end")
-        for queue, ids in site.submitted:
-            assert all(seen.state in OVER for seen in query(queue, *ids))
+        for queue, job_id in site.submitted:
+            wait_for_state(queue, job_id, *OVER)
     finally:
         end(site.processes())
 
 
-def query(queue: LocalQueue, *ids: str) -> list[QueueStatus | None]:
-    seen = asyncio.run(queue.query(ids))
-    return [seen.get(job_id) for job_id in ids]
+def gpus(count: int) -> list[str]:
+    return [f"GPU-{uuid.uuid4()}" for _ in range(count)]
 
 
-def wait_over(queue: LocalQueue, *ids: str, timeout: float = 30) -> list[QueueStatus]:
-    wait_for(lambda: all(seen.state in OVER for seen in query(queue, *ids)), timeout, "the end")
-    return query(queue, *ids)
+def running(queue: LocalQueue, *ids: str) -> list[QueueStatus]:
+    return [wait_for_state(queue, job_id, QueueState.RUNNING) for job_id in ids]
 
 
-def cancel(queue: LocalQueue, *ids: str) -> None:
-    asyncio.run(queue.cancel(ids))
+def waiting(queue: LocalQueue, job_id: str) -> str:
+    """Wait until the queue has seen that a job must wait, and return why."""
+    reason = wait_for(lambda: ask(queue, job_id).reason)
+    assert ask(queue, job_id).state is QueueState.PENDING
+    return reason
 
 
-def test_a_job_runs_with_prologue_and_ends(site):
+def cancelled(queue: LocalQueue, *ids: str) -> list[QueueStatus]:
+    cancel(queue, ids)
+    return [wait_for_state(queue, job_id, *OVER) for job_id in ids]
+
+
+def test_a_job_runs_with_prologue_and_ends(site: Site):
     queue = LocalQueue()
     ids = site.submit(queue, 'echo "$A $B"; echo "id ${HPCDASK_LOCAL_JOB}" >&2', count=3)
     assert len(set(ids)) == 3
-    for job_id, seen in zip(ids, wait_over(queue, *ids), strict=True):
-        assert seen.id == job_id
-        assert (seen.state, seen.exit_code) == (QueueState.COMPLETED, 0)
+    for job_id in ids:
+        seen = wait_for_state(queue, job_id, *OVER)
+        assert (seen.id, seen.state, seen.exit_code) == (job_id, QueueState.COMPLETED, 0)
         assert seen.nodes == os.uname().nodename
         assert abs(seen.started - time.time()) < 600
         assert site.output(job_id).splitlines() == ["from-prologue from-preamble", f"id {job_id}"]
@@ -97,210 +125,195 @@ def test_a_job_runs_with_prologue_and_ends(site):
 
 @pytest.mark.parametrize(
     ("command", "code", "reason"),
-    [("exit 3", 3, ""), ("kill -KILL $$", 137, "killed by SIGKILL")],
+    [("exit 3", 3, ""), ("kill -KILL $$", 137, "ended by SIGKILL")],
 )
-def test_a_job_fails_with_its_exit_code(site, command, code, reason):
+def test_a_job_fails_with_its_exit_code(site: Site, command: str, code: int, reason: str):
     queue = LocalQueue()
-    (job_id,) = site.submit(queue, command)
-    (seen,) = wait_over(queue, job_id)
+    seen = wait_for_state(queue, *site.submit(queue, command), *OVER)
     assert (seen.state, seen.exit_code, seen.reason) == (QueueState.FAILED, code, reason)
 
 
-def test_a_job_that_cannot_be_started_has_failed(site):
+def test_a_job_that_cannot_be_started_has_failed(site: Site):
     queue = LocalQueue()
     script = Path(site.script("true"))
     script.write_text(script.read_text().replace(str(site.folder), str(site.folder / "missing")))
     (job_id,) = asyncio.run(queue.submit(str(script), 1))
-    (seen,) = query(queue, job_id)
-    assert seen.state is QueueState.FAILED
-    assert "No such file or directory" in seen.reason
+    assert "No such file or directory" in wait_for_state(queue, job_id, QueueState.FAILED).reason
 
 
-def test_cancelling_ends_all_of_a_job(site):
+def test_cancelling_ends_all_of_a_job(site: Site):
     queue = LocalQueue()
-    (job_id,) = site.submit(queue, "sleep 1000 & (setsid sleep 1000) & exec sleep 1000")
+    (job_id,) = site.submit(queue, f"sleep 1000 & (setsid sleep 1000) & {SLEEP}")
     wait_for(lambda: len([p for p in site.processes() if p.name() == "sleep"]) == 3)
-    assert query(queue, job_id)[0].state is QueueState.RUNNING
+    running(queue, job_id)
     assert asyncio.run(queue.tagged())[job_id] == site.tag
-    cancel(queue, job_id)
-    (seen,) = wait_over(queue, job_id)
+    (seen,) = cancelled(queue, job_id)
     assert (seen.state, seen.exit_code, seen.reason) == (QueueState.CANCELLED, 143, "cancelled")
     assert not site.processes()
 
 
-def test_what_ignores_sigterm_is_killed_without_the_one_who_asked(site):
-    queue = LocalQueue()
-    (job_id,) = site.submit(queue, "trap '' TERM; echo ready; while :; do sleep 0.1; done")
+def test_what_ignores_sigterm_is_killed_without_the_one_who_asked(site: Site):
+    job_id = site.submit_elsewhere(STUBBORN)
     wait_for(lambda: site.output(job_id))
-    cancel(queue, job_id)
+    program = "import asyncio, sys; from hpcdask.queues.local import LocalQueue\n"
+    program += "asyncio.run(LocalQueue().cancel(sys.argv[1:]))"
+    subprocess.run([sys.executable, "-c", program, job_id], timeout=300, check=True)
     wait_for(lambda: not site.processes(), 30, "the job's end, though nobody asks")
-    assert query(queue, job_id)[0].state is QueueState.CANCELLED
 
 
-def test_the_walltime_ends_a_job(site):
+def test_the_walltime_ends_a_job(site: Site):
     queue = LocalQueue(walltime_s=1)
-    polite, stubborn = (
-        site.submit(queue, command)[0]
-        for command in ("exec sleep 1000", "trap '' TERM; sleep 1000; sleep 1000")
-    )
-    seen = query(queue, polite)[0]
-    assert seen.ends - seen.started == pytest.approx(1)
-    last = [(seen.state, seen.exit_code) for seen in wait_over(queue, polite, stubborn)]
-    assert last == [(QueueState.TIMEOUT, 143), (QueueState.TIMEOUT, 137)]
+    commands = (SLEEP, "trap '' TERM; sleep 1000; sleep 1000")
+    polite, stubborn = (site.submit(queue, command)[0] for command in commands)
+    for job_id, code in ((polite, 143), (stubborn, 137)):
+        seen = wait_for_state(queue, job_id, *OVER)
+        assert (seen.state, seen.exit_code) == (QueueState.TIMEOUT, code)
+        assert seen.ends - seen.started == pytest.approx(1)
 
 
-def test_every_job_has_gpus_of_its_own(site):
-    gpus = [f"GPU-{uuid.uuid4()}" for _ in range(3)]
-    queue = LocalQueue(gpus)
+# GPUs
+
+
+def test_every_job_has_gpus_of_its_own(site: Site):
+    queue = LocalQueue(every := gpus(3))
     mark = f"{site.folder}/$HPCDASK_LOCAL_JOB"
     hold = f'echo "$CUDA_VISIBLE_DEVICES"; while [ ! -e "{mark}" ]; do sleep 0.05; done'
     ids = site.submit(queue, hold, count=5, gpus=1)
-    states = [seen.state for seen in query(queue, *ids)]
-    assert states == [QueueState.RUNNING] * 3 + [QueueState.PENDING] * 2
-    assert {seen.reason for seen in query(queue, *ids[3:])} == {"Resources: all 3 GPUs are taken"}
+    running(queue, *ids[:3])
+    assert {waiting(queue, one) for one in ids[3:]} == {"Resources: 0 of 3 GPUs are free, not 1"}
     wait_for(lambda: all(site.output(job_id) for job_id in ids[:3]))
-    assert sorted(site.output(job_id).strip() for job_id in ids[:3]) == sorted(gpus)
+    assert sorted(site.output(job_id).strip() for job_id in ids[:3]) == sorted(every)
 
     (site.folder / ids[1]).touch()
-    wait_over(queue, ids[1])
-    wait_for(lambda: query(queue, ids[3])[0].state is QueueState.RUNNING)
-    wait_for(lambda: site.output(ids[3]))
-    assert site.output(ids[3]) == site.output(ids[1])
-    assert query(queue, ids[4])[0].state is QueueState.PENDING
+    running(queue, ids[3])
+    assert wait_for(lambda: site.output(ids[3])) == site.output(ids[1])
+    waiting(queue, ids[4])
 
-    (cpu,) = site.submit(queue, 'echo "has [$CUDA_VISIBLE_DEVICES]"', gpus=0)
-    wait_over(queue, cpu)
+    (cpu,) = site.submit(queue, 'echo "has [$CUDA_VISIBLE_DEVICES]"')
+    wait_for_state(queue, cpu, *OVER)
     assert site.output(cpu) == "has []\n"
-    cancel(queue, *ids)
-    assert query(queue, ids[4])[0].state is QueueState.CANCELLED
-    wait_over(queue, *ids)
+    assert cancelled(queue, *ids)[4].state is QueueState.CANCELLED
 
 
-def test_a_gpu_that_was_just_given_is_not_given_again(site):
+def test_a_gpu_that_was_just_given_is_not_given_again(site: Site):
     """Regression: the kernel shows a new process's environment a moment late."""
     for _ in range(20):
-        gpus = [f"GPU-{uuid.uuid4()}"]
-        first, second = LocalQueue(gpus), LocalQueue(gpus)
-        ids = site.submit(first, "exec sleep 1000", count=2, gpus=1)
-        (other,) = site.submit(second, "true", gpus=1)
-        states = [seen.state for seen in query(first, *ids) + query(second, other)]
-        assert states == [QueueState.RUNNING] + [QueueState.PENDING] * 2
-        cancel(second, other)
-        cancel(first, *ids)
+        one = gpus(1)
+        queues = LocalQueue(one), LocalQueue(one)
+        jobs = [(queue, job) for queue in queues for job in site.submit(queue, SLEEP, 2, gpus=1)]
+        seen = [wait_for(partial(decided, queue, job_id)) for queue, job_id in jobs]
+        assert sorted(seen) == ["pending"] * 3 + ["running"]
+        for queue, job_id in reversed(jobs):
+            cancel(queue, [job_id])
 
 
-def test_two_queues_take_no_gpu_twice(site):
-    gpus = [f"GPU-{uuid.uuid4()}" for _ in range(3)]
-    first, second = LocalQueue(gpus), LocalQueue(gpus)
-    ours = site.submit(first, "exec sleep 1000", count=2, gpus=1)
+def decided(queue: LocalQueue, job_id: str) -> str:
+    """Return the state of a job once the queue has tried to start it."""
+    seen = ask(queue, job_id)
+    return seen.state if seen.state is QueueState.RUNNING or seen.reason else ""
+
+
+def test_two_queues_take_no_gpu_twice(site: Site):
+    every = gpus(3)
+    first, second = LocalQueue(every), LocalQueue(every)
+    ours = site.submit(first, SLEEP, count=2, gpus=1)
+    running(first, *ours)
     (pair,) = site.submit(second, 'echo "$CUDA_VISIBLE_DEVICES"', gpus=2)
-    assert query(second, pair)[0].reason == "Resources: 1 of 3 GPUs are free, not 2"
-    cancel(first, ours[0])
-    wait_over(first, ours[0])
-    wait_over(second, pair)
-    assert len(set(site.output(pair).strip().split(",")) & set(gpus)) == 2
-    cancel(first, *ours)
-    wait_over(first, *ours)
+    assert waiting(second, pair) == "Resources: 1 of 3 GPUs are free, not 2"
+    cancelled(first, ours[0])
+    wait_for_state(second, pair, *OVER)
+    assert len(set(site.output(pair).strip().split(",")) & set(every)) == 2
+    cancelled(first, *ours)
 
 
-def test_the_gpu_of_a_job_whose_submitter_died_stays_taken(site):
-    gpu = f"GPU-{uuid.uuid4()}"
-    job_id = submit_elsewhere(site, "exec sleep 1000", gpus=1, uuids=[gpu])
-    queue = LocalQueue([gpu])
-    (waiting,) = site.submit(queue, "true", gpus=1)
-    assert query(queue, waiting)[0].state is QueueState.PENDING
-    cancel(queue, job_id)
-    wait_over(queue, waiting)
+def test_the_gpu_of_a_job_whose_submitter_died_stays_taken(site: Site):
+    job_id = site.submit_elsewhere(SLEEP, one := gpus(1))
+    queue = LocalQueue(one)
+    (next_job,) = site.submit(queue, "true", gpus=1)
+    waiting(queue, next_job)
+    cancel(queue, [job_id])
+    wait_for_state(queue, next_job, *OVER)
 
 
-def test_more_gpus_than_there_are_are_refused(site):
+def test_more_gpus_than_there_are_are_refused(site: Site):
     with pytest.raises(Refused, match="asks for 2 GPUs, and this machine has 1") as refusal:
-        site.submit(LocalQueue(["GPU-1"]), "true", gpus=2)
+        site.submit(LocalQueue(gpus(1)), "true", gpus=2)
     assert not refusal.value.for_now
 
 
-def submit_elsewhere(
-    site: Site, command: str, gpus: int = 0, uuids: list[str] | None = None
-) -> str:
-    """Submit in a process that then ends."""
-    program = f"""
-import asyncio
-from hpcdask.queues import local
-local.KILL_WAIT_S = {GRACE_S}
-print(*asyncio.run(local.LocalQueue({uuids!r}).submit({site.script(command, gpus)!r}, 1)))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
-    )
-    assert not done.stderr
-    return done.stdout.strip()
+# A query only reads
 
 
-def test_another_process_finds_and_cancels_a_job(site):
-    job_id = submit_elsewhere(site, "trap '' TERM; echo ready; while :; do sleep 0.1; done")
+def test_a_waiting_job_starts_though_nobody_asks(site: Site):
+    """Regression: a query started it."""
+    queue = LocalQueue(gpus(1))
+    site.submit(queue, f"touch '{site.folder}'/ended-$HPCDASK_LOCAL_JOB", count=2, gpus=1)
+    wait_for(lambda: len(list(site.folder.glob("ended-*"))) == 2, 15, "both jobs' end")
+
+
+def test_a_job_whose_leader_is_killed_takes_its_processes_with_it(site: Site):
+    """Regression: a query killed them."""
+    queue = LocalQueue()
+    (job_id,) = site.submit(queue, "echo ready; sleep 1000; sleep 1000")
+    wait_for(lambda: running(queue, job_id) and site.output(job_id))
+    site.kill_leader()
+    assert ask(queue, job_id).state is QueueState.RUNNING
+    wait_for(lambda: not site.processes(), 15, "its end, though nobody asks")
+    seen = wait_for_state(queue, job_id, *OVER)
+    assert (seen.state, seen.exit_code) == (QueueState.FAILED, 137)
+
+
+# Jobs of other processes
+
+
+def test_another_process_finds_and_cancels_a_job(site: Site):
+    job_id = site.submit_elsewhere(STUBBORN)
     queue = LocalQueue()
     wait_for(lambda: site.output(job_id))
     assert asyncio.run(queue.tagged())[job_id] == site.tag
-    (seen,) = query(queue, job_id)
-    assert seen.state is QueueState.RUNNING
-    cancel(queue, job_id)
-    wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
+    running(queue, job_id)
+    cancel(queue, [job_id])
+    wait_for(lambda: ask(queue, job_id) is None, 30, "the job's end")
 
 
-def test_jobs_of_another_home_are_not_listed(site, monkeypatch):
+def test_jobs_of_another_home_are_not_listed(site: Site, monkeypatch: pytest.MonkeyPatch):
     """`hpcdask down --dead` must not end the jobs of people who share an account, or of tests."""
     monkeypatch.setenv("HPCDASK_HOME", str(site.folder / "theirs"))
-    job_id = submit_elsewhere(site, "exec sleep 1000")
+    job_id = site.submit_elsewhere(SLEEP)
     monkeypatch.setenv("HPCDASK_HOME", str(site.folder / "ours"))
     queue = LocalQueue()
-    (own,) = site.submit(queue, "exec sleep 1000")
+    (own,) = site.submit(queue, SLEEP)
+    running(queue, own, job_id)  # one that is named is found
     assert set(asyncio.run(LocalQueue().tagged())) == {own}
-    assert query(queue, job_id)[0].state is QueueState.RUNNING  # one that is named is found
     monkeypatch.setenv("HPCDASK_HOME", str(site.folder / "theirs"))
     assert set(asyncio.run(LocalQueue().tagged())) == {job_id}
-    cancel(queue, job_id, own)
-    wait_over(queue, own)
+    cancel(queue, [job_id, own])
 
 
 @pytest.mark.parametrize(("trap", "told"), [("", []), ("echo bye; exit", ["bye"])])
-def test_a_job_without_its_leader_is_found_and_ended(site, trap, told):
-    job_id = submit_elsewhere(site, f"trap '{trap}' TERM; echo ready; while :; do sleep 0.1; done")
+def test_a_job_without_its_leader_is_found_and_ended(site: Site, trap: str, told: list[str]):
+    job_id = site.submit_elsewhere(STUBBORN.replace("''", f"'{trap}'"))
     queue = LocalQueue()
     wait_for(lambda: site.output(job_id))
-    (leader,) = (process for process in site.processes() if process.name() == "timeout")
-    leader.kill()
-    wait_for(lambda: leader not in site.processes())
-    assert query(queue, job_id)[0].state is QueueState.RUNNING
-    cancel(queue, job_id)
-    wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
+    site.kill_leader()
+    running(queue, job_id)
+    cancel(queue, [job_id])
+    wait_for(lambda: ask(queue, job_id) is None, 30, "the job's end")
     assert {"ready", *told} <= set(site.output(job_id).splitlines())
 
 
-def test_a_job_is_seen_while_its_processes_come_and_go(site):
+def test_a_job_is_seen_while_its_processes_come_and_go(site: Site):
     """Regression: one that ended meanwhile hid the others, and the job seemed to be over."""
-    job_id = submit_elsewhere(site, "echo ready; while :; do /bin/true; done")
+    job_id = site.submit_elsewhere("echo ready; while :; do /bin/true; done")
     queue = LocalQueue()
     wait_for(lambda: site.output(job_id))
-    assert all(query(queue, job_id)[0] is not None for _ in range(100))
-    cancel(queue, job_id)
-    wait_for(lambda: query(queue, job_id) == [None], 30, "the job's end")
-
-
-def test_a_job_whose_leader_is_killed_takes_its_processes_with_it(site):
-    queue = LocalQueue()
-    (job_id,) = site.submit(queue, "echo ready; sleep 1000; sleep 1000")
-    wait_for(lambda: site.output(job_id))
-    (leader,) = (process for process in site.processes() if process.name() == "timeout")
-    leader.kill()
-    wait_for(lambda: query(queue, job_id)[0].reason, what="its leader's end to be seen")
-    assert query(queue, job_id)[0].state is QueueState.RUNNING
-    (seen,) = wait_over(queue, job_id)
-    assert (seen.state, seen.exit_code) == (QueueState.FAILED, 137)
+    assert all(ask(queue, job_id) is not None for _ in range(100))
+    cancel(queue, [job_id])
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [("90", 90), ("90s", 90), ("5min", 300), ("1h30m", 5400), ("00:30:00", 1800)],
 )
-def test_walltimes(text, seconds):
+def test_walltimes(text: str, seconds: int):
     assert LocalQueue.parse_walltime(text) == timedelta(seconds=seconds)

@@ -291,7 +291,7 @@ def test_tagged_are_only_live_jobs_of_hpcdask(door):
         ({"queue": "a b"}, {}, "Invalid partition name specified", "sinfo -s"),
         ({}, {"gpu_type": "h100"}, "Requested node configuration is not available", "%P %G"),
         ({}, {"gpus": 3}, "Requested node configuration is not available", "%P %G"),
-        ({"job_extra_directives": ["--mem=1T"]}, {}, "Memory spec", "1.00 TiB a node; the largest"),
+        ({"job_extra_directives": ["--mem=1T"]}, {}, "Memory spec", "%P %m"),
         ({"walltime": "two"}, {}, "Invalid --time specification", "%P %l"),
         ({"job_extra_directives": ["-C x"]}, {}, "Invalid feature specification", "%P %f"),
     ],
