@@ -146,8 +146,8 @@ class Queue(ABC):
     #: The units of a walltime's numbers, the last one's first, and the forms in words.
     walltime_units: ClassVar[str] = "smh"
     walltime_forms: ClassVar[str] = "SECONDS, MINUTES:SECONDS, HOURS:MINUTES:SECONDS"
-    #: Variable that names a file with the job's nodes.
-    node_file: ClassVar[str] = ""
+    #: Variable with the job's nodes: their number, a file with them, or each before its slots.
+    nodes_variable: ClassVar[str] = ""
     #: What may start the ranks of a batch job, the usual one first; none without batch jobs.
     launchers: ClassVar[tuple[str, ...]] = ("mpirun",)
     #: Shell line and option that an mpirun of several nodes needs.
@@ -291,9 +291,12 @@ class Queue(ABC):
     @classmethod
     def node_count(cls, environ: Mapping[str, str]) -> int:
         """Return the number of nodes of the job with these variables; 0 if it is unknown."""
-        with contextlib.suppress(OSError), open(environ.get(cls.node_file, "")) as file:
+        told = environ.get(cls.nodes_variable, "")
+        if told.isdecimal():
+            return int(told)
+        with contextlib.suppress(OSError), open(told) as file:
             return len(set(file.read().split()))
-        return 0
+        return len(set(told.split()[::2]))
 
     @classmethod
     def on_each_node(cls, environ: Mapping[str, str]) -> list[str]:

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -22,8 +23,9 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -44,6 +46,8 @@ GPUS = "HPCDASK_LOCAL_GPUS"
 KILL_WAIT_S, LOOK_S = 5.0, 0.5
 #: How the line of a script begins that says, in JSON, what the job asks for.
 DIRECTIVE = "#HPCDASK "
+#: Processes and their environments, by the jobs' ids.
+Found = dict[str, list[tuple[psutil.Process, dict[str, str]]]]
 _numbers = itertools.count()
 
 
@@ -58,12 +62,6 @@ class Entry:
     folder: str
     leader: subprocess.Popen[bytes] | None = None
     cancelled: bool = False
-
-    def cancel(self) -> None:
-        """Take the end of the job for a cancellation; a pending one ends now."""
-        self.cancelled = True
-        if self.status.state is QueueState.PENDING:
-            self.note(QueueState.CANCELLED, "cancelled")
 
     def note(self, state: QueueState, reason: str = "", **facts: Any) -> None:
         """Change the status."""
@@ -117,9 +115,7 @@ class LocalQueue(Queue):
         return timedelta(seconds=seconds)
 
     async def submit(self, script: str, count: int) -> list[str]:
-        lines = (await read(script)).split("\n")
-        line = next(line for line in lines if line.startswith(DIRECTIVE))
-        asked = json.loads(line.removeprefix(DIRECTIVE))
+        asked = json.loads(re.findall(f"(?m)^{DIRECTIVE}(.*)", await read(script))[0])
         if self.gpus is not None and asked["gpus"] > len(self.gpus):
             raise Refused(
                 f"a job asks for {asked['gpus']} GPUs, and this machine has {len(self.gpus)} to "
@@ -140,13 +136,13 @@ class LocalQueue(Queue):
         return pick(ids, running | known)
 
     async def cancel(self, ids: Collection[str]) -> None:
-        """Send SIGTERM to the leaders of jobs, which kill what is left after 5 s."""
+        """Send SIGTERM to the processes of jobs; the leaders kill what is left after 5 s."""
         await asyncio.to_thread(self._act, ids)
 
     async def tagged(self) -> dict[str, str]:
         """Return tags of jobs of this user and ``HPCDASK_HOME``, and of those that wait here."""
         found, home = await asyncio.to_thread(_living), home_folder()
-        envs = {job_id: some[0].environ for job_id, some in found.items()}
+        envs = {job_id: some[0][1] for job_id, some in found.items()}
         tags = {job_id: env[TAG] for job_id, env in envs.items() if env.get(HOME) == home}
         return tags | {entry.status.id: entry.tag for entry in self._live()}
 
@@ -158,14 +154,11 @@ class LocalQueue(Queue):
     def _act(self, cancelled: Collection[str] = ()) -> None:
         """Cancel jobs, start what can start, and look after the jobs from now on."""
         with self._lock:
-            found = _living() if cancelled else {}
-            for job_id in cancelled:
-                if entry := self._entries.get(job_id):
-                    entry.cancel()
-                processes = found.get(job_id, [])
-                leaders = [one for one in processes if one.name == "timeout"]
-                _send(signal.SIGTERM, leaders or processes)
-                self._ending.setdefault(job_id, time.monotonic())
+            for entry in pick(cancelled, self._entries).values():
+                entry.cancelled = True
+            if cancelled:
+                self._ending = {**dict.fromkeys(cancelled, time.monotonic()), **self._ending}
+                _send(signal.SIGTERM, itertools.chain(*pick(cancelled, _living()).values()))
             self._advance()
             if not self._watched:
                 self._watched = True
@@ -173,11 +166,13 @@ class LocalQueue(Queue):
 
     def _watch(self) -> None:
         """Look after the jobs until all are over."""
-        while self._watched:
+        while True:
             time.sleep(LOOK_S)
             with self._lock, contextlib.suppress(OSError):  # such as too many open files for now
                 self._advance()
-                self._watched = bool(self._ending or self._live())
+                if not (self._ending or self._live()):
+                    self._watched = False
+                    return
 
     def _advance(self) -> None:
         """Collect what has ended, kill what should have, start what can start."""
@@ -207,22 +202,21 @@ class LocalQueue(Queue):
         entry.note(state, reason, exit_code=code)
 
     def _start_all(self, waiting: Iterable[Entry]) -> None:
-        """Start jobs for which there are GPUs: first come, first served."""
+        """Start jobs for which there are GPUs, in the order in which they came."""
         with os.fdopen(private.open_lock(f"{private.node_folder('gpus')}/lock")) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # against other programs of this user
             living = itertools.chain(*_living().values())
-            taken = {uuid for one in living for uuid in one.environ.get(GPUS, "").split(",")}
-            gpus, short = self.gpus or [], ""
-            free = [uuid for uuid in gpus if uuid not in taken]
+            taken = {uuid for _, env in living for uuid in env.get(GPUS, "").split(",")}
+            free = [uuid for uuid in self.gpus or () if uuid not in taken]
             for entry in waiting:
-                if self.gpus is not None and len(free) < entry.gpus:
-                    some = f"{len(free)} of {len(gpus)} GPUs are free, not {entry.gpus}"
-                    short = f"Resources: {some}"
-                if short and entry.gpus:  # those that need no GPU never wait
-                    entry.note(QueueState.PENDING, short)
-                else:
+                if entry.cancelled:
+                    entry.note(QueueState.CANCELLED, "cancelled")
+                elif self.gpus is None or len(free) >= entry.gpus:
                     self._start(entry, free[: entry.gpus])
                     free = free[entry.gpus :]
+                else:
+                    some = f"{len(free)} of {len(self.gpus)} GPUs are free, not {entry.gpus}"
+                    entry.note(QueueState.PENDING, f"Resources: {some}")
 
     def _start(self, entry: Entry, gpus: Sequence[str]) -> None:
         """Start a job on these GPUs."""
@@ -231,14 +225,14 @@ class LocalQueue(Queue):
         own["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
         own |= {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": own[GPUS]}
         words = ["timeout", "--preserve-status", f"-k{KILL_WAIT_S:g}", f"{limit or 0:g}", "bash"]
-        path = os.path.join(entry.folder, f"queue-{job_id}.log")
+        log = os.path.join(entry.folder, f"queue-{job_id}.log")
         try:
-            with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as output:
+            with open(log, "ab", opener=partial(os.open, mode=0o600)) as file:
                 entry.leader = leader = subprocess.Popen(
                     [*words, entry.script],
                     stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
+                    stdout=file,
+                    stderr=file,
                     env={**os.environ, **own},
                     start_new_session=True,
                 )
@@ -253,29 +247,19 @@ class LocalQueue(Queue):
             entry.note(QueueState.RUNNING, started=now, ends=ends, nodes=node)
 
 
-class Living(NamedTuple):
-    """Process of a job."""
-
-    process: psutil.Process
-    name: str
-    environ: dict[str, str]
-
-
-def _living() -> dict[str, list[Living]]:
-    """Return the processes of this user's jobs on this machine, by their jobs' ids."""
-    found: dict[str, list[Living]] = {}
+def _living() -> Found:
+    """Return the processes of this user's jobs on this machine."""
+    found: Found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.uids().effective == os.geteuid():  # root could read everybody's
-                environ = process.environ()
-                if JOB in environ:
-                    found.setdefault(environ[JOB], []).append(
-                        Living(process, process.name(), environ)
-                    )
+                env = process.environ()
+                found.setdefault(env.get(JOB, ""), []).append((process, env))
+    found.pop("", None)
     return found
 
 
-def _send(number: int, processes: Iterable[Living]) -> None:
-    for one in processes:
+def _send(number: int, processes: Iterable[tuple[psutil.Process, dict[str, str]]]) -> None:
+    for process, _ in processes:
         with contextlib.suppress(psutil.Error):
-            one.process.send_signal(number)
+            process.send_signal(number)

@@ -73,6 +73,7 @@ class LsfQueue(Queue):
     memory_pattern = re.compile(r"(^|\s)-M")
     gpu_example = "#BSUB -gpu num=1"
     gpu_pattern = re.compile(r"(?:^|:)\s*num=(\d+)", re.I)
+    nodes_variable = "LSB_MCPU_HOSTS"
     walltime_units = "mh"
     walltime_forms = "MINUTES, HOURS:MINUTES"
 
@@ -114,10 +115,6 @@ class LsfQueue(Queue):
             "job_directives_skip": skip,
             "job_extra_directives": [*spread, *directives],
         }
-
-    @classmethod
-    def node_count(cls, environ: Mapping[str, str]) -> int:
-        return len(set(environ.get("LSB_MCPU_HOSTS", "").split()[::2]))
 
     # What is asked of the queue
 
@@ -199,15 +196,11 @@ def _end(record: Mapping[str, str]) -> helpers.End:
 
 
 def _time(text: str) -> float | None:
-    """Read ``Nov 20 22:07``, with or without a year behind it."""
-    found = re.match(r"(\w{3} +\d+ \d+:\d+)(?::\d+)?( \d{4})?", text)
+    """Read ``Nov 20 22:07``, with or without a year behind it: without one, the last such."""
+    found = re.match(r"(\w{3} +\d+ \d+:\d+)(?::\d+)?(?: (\d{4}))?", text)
     if not found:
         return None
-    if found[2]:
-        return helpers.unix_time(found[1] + found[2], "%b %d %H:%M %Y")
-    now = time.time()
-    for year in (time.localtime(now).tm_year, time.localtime(now).tm_year - 1):
-        at = helpers.unix_time(f"{found[1]} {year}", "%b %d %H:%M %Y")
-        if at is not None and at < now + 86400:
-            return at
-    return None
+    this = time.localtime().tm_year
+    years = [found[2]] if found[2] else [this, this - 1]
+    times = [helpers.unix_time(f"{found[1]} {year}", "%b %d %H:%M %Y") for year in years]
+    return next((at for at in times if at and at < time.time() + 86400), None)

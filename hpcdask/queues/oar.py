@@ -63,7 +63,7 @@ class OarQueue(Queue):
     # Behind gpu= a number, or ALL or BEST
     gpu_pattern = re.compile(r"(?:^|[/}+])gpu=(\d*)", re.I)
     walltime_forms = "HOURS, HOURS:MINUTES, HOURS:MINUTES:SECONDS"
-    node_file = "OAR_NODEFILE"
+    nodes_variable = "OAR_NODEFILE"
     mpirun_setup = (
         "export OMPI_MCA_plm_rsh_agent=oarsh PRTE_MCA_plm_ssh_agent=oarsh HYDRA_LAUNCHER_EXEC=oarsh"
     )
@@ -141,9 +141,7 @@ class OarQueue(Queue):
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         arguments = [word for job in ids for word in ("-j", job)]
         found = helpers.pick(ids, await self._stat(*arguments))
-        return {
-            job: replace(_seen(job, facts), copies=_copies(facts)) for job, facts in found.items()
-        }
+        return {job: _read_job(job, facts) for job, facts in found.items()}
 
     async def _stat(self, *arguments: str) -> dict[str, dict[str, Any]]:
         done = await self.run("oarstat", "-f", "-J", *arguments)
@@ -192,9 +190,11 @@ def _add(spec: str, request: Request) -> str:
 # What oarstat says
 
 
-def _seen(job: str, facts: Mapping[str, Any]) -> QueueStatus:
-    """Return one job of ``oarstat -f -J``."""
-    return helpers.fold(
+def _read_job(job: str, facts: Mapping[str, Any]) -> QueueStatus:
+    """Return one job of ``oarstat -f -J``; if OAR could not start it, it made copies."""
+    events = facts.get("events") or ()
+    told = [e["description"] for e in events if e.get("type") == "RESUBMIT_JOB_AUTOMATICALLY"]
+    seen = helpers.fold(
         job,
         word := facts.get("state", ""),
         STATES,
@@ -204,13 +204,7 @@ def _seen(job: str, facts: Mapping[str, Any]) -> QueueStatus:
         walltime=float(facts.get("walltime") or 0),
         nodes="+".join(dict.fromkeys(facts.get("assigned_network_address") or ())),
     )
-
-
-def _copies(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the jobs by which OAR replaced one that it could not start."""
-    events = facts.get("events") or ()
-    told = [e["description"] for e in events if e.get("type") == "RESUBMIT_JOB_AUTOMATICALLY"]
-    return tuple(found[1] for text in told if (found := re.search(r"=> (\d+)", text)))
+    return replace(seen, copies=tuple(re.findall(r"=> (\d+)", " ".join(told))))
 
 
 def _end(facts: Mapping[str, Any], word: str) -> helpers.End:

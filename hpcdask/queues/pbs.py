@@ -68,7 +68,7 @@ class PbsQueue(Queue):
     )
     walltime_units = "smhd"
     walltime_forms = f"{Queue.walltime_forms}, DAYS:HOURS:MIN:SEC"
-    node_file = "PBS_NODEFILE"
+    nodes_variable = "PBS_NODEFILE"
     version = ""  # printed by ``qstat --version``
 
     # What the script says
@@ -90,7 +90,10 @@ class PbsQueue(Queue):
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         folder = one_line(request.folder, "the folder of logs").rstrip("/") + "/"
         own = ["#PBS -j oe", f"#PBS -o {shlex.quote(folder)}", "#PBS -W umask=077"]
-        return [*_with_tag(lines, request.tag), *own]
+        # of several ``-v`` the last one counts
+        given = [line for line in lines if line.startswith("#PBS -v ")]
+        tag = f"{given[-1] + ',' if given else '#PBS -v '}HPCDASK_TAG={request.tag}"
+        return [*(line for line in lines if line not in given), tag, *own]
 
     async def allocation(
         self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
@@ -158,13 +161,6 @@ class PbsQueue(Queue):
             if mine and tag and "[]" not in job and facts.get("job_state") not in ("C", "F", "X"):
                 found[job] = tag[1]
         return found
-
-
-def _with_tag(lines: list[str], tag: str) -> list[str]:
-    """Add the tag to the job's variables; of several ``-v`` the last one counts."""
-    own = [line for line in lines if line.startswith("#PBS -v ")]
-    start = f"{own[-1]}," if own else "#PBS -v "
-    return [*(line for line in lines if line not in own), f"{start}HPCDASK_TAG={tag}"]
 
 
 def _gpus(form: str, request: Request) -> list[str]:

@@ -47,6 +47,7 @@ class SgeQueue(Queue):
     prefix = "#$"
     quoted_options = "-q -P"
     escaped = ""
+    nodes_variable = "NHOSTS"
     name_form = (r"\w.+-", "A-Za-z_", 200)
     array_limit = ("qconf -sconf", r"^max_aj_tasks\s+(\d+)", 75_000)
     gpu_example = "#$ -l gpu=1"
@@ -91,11 +92,6 @@ class SgeQueue(Queue):
                 "--directive '-l h_vmem=8G' (qconf -sc lists the names)"
             )
         return {}
-
-    @classmethod
-    def node_count(cls, environ: Mapping[str, str]) -> int:
-        hosts = environ.get("NHOSTS", "")
-        return int(hosts) if hosts.isdigit() else 0
 
     # What is asked of the queue
 
@@ -149,7 +145,8 @@ def parse_qstat(text: str) -> list[QueueStatus]:
     for element in helpers.read_xml(text, "qstat").iter("job_list"):
         number = element.findtext("JB_job_number", "")
         letters = element.findtext("state", "")
-        started = _local(element.findtext("JAT_start_time"))
+        start = element.findtext("JAT_start_time", "")[:19]
+        started = helpers.unix_time(start, "%Y-%m-%dT%H:%M:%S")
         limits = [
             request.text or ""
             for request in element.findall("hard_request")
@@ -160,20 +157,13 @@ def parse_qstat(text: str) -> list[QueueStatus]:
         state, reason = _state(letters, number)
         nodes = element.findtext("queue_name", "").partition("@")[2]
         stuck = reason.startswith(ERROR)
+        tasks = helpers.elements(element.findtext("tasks", ""))
+        ids = [f"{number}.{task}" for task in tasks]
         jobs += [
             QueueStatus(job, state, reason, None, 0, started, ends, nodes, stuck)
-            for job in _elements(number, element.findtext("tasks", ""))
+            for job in ids or [number]
         ]
     return jobs
-
-
-def _local(text: str | None) -> float | None:
-    return helpers.unix_time((text or "")[:19], "%Y-%m-%dT%H:%M:%S")
-
-
-def _elements(number: str, tasks: str) -> list[str]:
-    """Return ids of an array's elements, listed as in ``1,3-7:2``, or of a job without any."""
-    return [f"{number}.{task}" for task in helpers.elements(tasks)] or [number]
 
 
 def _state(letters: str, number: str) -> tuple[QueueState, str]:

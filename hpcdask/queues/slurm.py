@@ -29,10 +29,6 @@ GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
 CLUSTERS = "SLURM_CLUSTERS"
 #: File of SLURM's own output of an array's element, and of a job that is none.
 ARRAY_LOG, SINGLE_LOG = "queue-%A_%a.log", "hpcdask-%j.log"
-WALLTIME_FORMS = (
-    "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES, "
-    "DAYS-HOURS:MINUTES:SECONDS or UNLIMITED"
-)
 
 # What squeue and sacct say
 
@@ -77,8 +73,7 @@ TOO_BUSY = re.compile(
 LIMITS = re.compile(
     rf"SubmitJob|MaxSubmit|MaxJobCount|Invalid job array specification|{TOO_BUSY.pattern}", re.I
 )
-#: Said of all limits alike; older versions say no more.
-SOME_LIMIT = re.compile(r"job submit limit", re.I)
+#: Limits that SLURM names; of others, as of all in older versions, it says "job submit limit".
 NAMED_LIMIT = re.compile(r"\b(QOS|Assoc)\w*(Limit|Violation|Max\w+)|\bPart\w+Limit")
 #: SLURM may have taken the job and its answer was lost: what sbatch decodes is an answer.
 LOST_ANSWER = re.compile(
@@ -148,6 +143,10 @@ class SlurmQueue(Queue):
     )
     # gpu, gpu:2, gpu:a100:2, gres/gpu=2, and parts of a GPU, which are one to a worker
     gpu_pattern = re.compile(r"(?:gres[/:])?(?:(shard|mps)|gpu)(?:[:=](.*))?", re.I)
+    walltime_forms = (
+        "MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES, "
+        "DAYS-HOURS:MINUTES:SECONDS or UNLIMITED"
+    )
     launchers = ("srun", "mpirun")
     counts_ranks = True
     names_log = True
@@ -266,7 +265,7 @@ class SlurmQueue(Queue):
         # the first number is of hours after days, and where there are three
         units = "smh"[2 - count :] if days or count == 2 else "sm"[1 - count :]
         clock = text.replace("-", ":", 1)
-        return parse_clock(clock, units + "d" * days, WALLTIME_FORMS, shown=text)
+        return parse_clock(clock, units + "d" * days, cls.walltime_forms, shown=text)
 
     # What is asked of the queue
 
@@ -318,13 +317,10 @@ class SlurmQueue(Queue):
             for job_id in ids
             if "_" in job_id and job_id not in self._shown and job_id.partition("_")[0] in arrays
         }
-        return left | (await self._accounting(ids) if ids else {})
-
-    async def _accounting(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        # Without it nobody knows: squeue has shown all that the controller remembers
+        # Without accounting nobody knows: squeue has shown all that the controller remembers
         kind = (await self._configuration()).get("AccountingStorageType", "")
-        if kind in ("", "(null)", "accounting_storage/none"):
-            return {}
+        if not ids or kind in ("", "(null)", "accounting_storage/none"):
+            return left
         jobs = ",".join(sorted({job_id.partition("_")[0] for job_id in ids}))
         clusters = os.environ.get(CLUSTERS)
         text = await self.answer(
@@ -333,7 +329,7 @@ class SlurmQueue(Queue):
             f"--format={','.join(SACCT_COLUMNS)}",
             env=ENVIRONMENT,
         )
-        return pick(ids, _parse_sacct(text))
+        return left | pick(ids, _parse_sacct(text))
 
     async def cancel(self, ids: Collection[str]) -> None:
         grouped: dict[str, list[str]] = {}  # the elements of one array together: 12_[0,3]
@@ -375,12 +371,12 @@ class SlurmQueue(Queue):
                 f"sbatch got no answer for {script}: {text}. See with squeue whether the job is "
                 f"there"
             )
-        limit = LIMITS.search(text) or (SOME_LIMIT.search(text) and not NAMED_LIMIT.search(text))
-        advice = _advice(text)
+        unnamed = "job submit limit" in text and not NAMED_LIMIT.search(text)
+        limit, advice = unnamed or bool(LIMITS.search(text)), _advice(text)
         return Refused(
             f"sbatch refused the job: {text}. Script kept at {script}{advice and f'. {advice}'}",
-            for_now=bool(limit),
-            fewer=bool(limit) and not TOO_BUSY.search(text),
+            for_now=limit,
+            fewer=limit and not TOO_BUSY.search(text),
         )
 
 
