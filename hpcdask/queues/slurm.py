@@ -292,7 +292,7 @@ class SlurmQueue(Queue):
             job = await self.take(script, form, "sbatch", "--parsable", *extra, script)
         except NoAnswer as error:
             # sbatch waits for minutes, and says why
-            if LIMITS.search(str(error)):
+            if LIMITS.search(str(error)) and not LOST_ANSWER.search(str(error)):
                 text = f"{error}. Script kept at {script}"
                 raise Refused(text, for_now=True, fewer=False) from None
             raise

@@ -451,6 +451,7 @@ def test_walltimes_that_are_none(kind: str):
 
 
 SKIPPED = {
+    "SLURM": "--gres",
     "PBS": "ngpus",
     "SGE": "gpu=",
     "LSF": "-gpu",
@@ -461,7 +462,7 @@ SKIPPED = {
 
 @pytest.mark.parametrize("kind", SKIPPED)
 def test_directives_that_are_left_out_may_be_the_request_of_gpus(kind: str):
-    given = {**KINDS[kind], "job_directives_skip": [SKIPPED[kind], TAG]}
+    given = {**KINDS.get(kind, {}), "job_directives_skip": [SKIPPED[kind], TAG]}
     text = script(kind, **given)
     assert SKIPPED[kind] not in text
     assert TAG.removeprefix("hpcdask:") in text, "the tag stays"
