@@ -23,7 +23,6 @@ from .script import (
     clean_name,
     double_quoted,
     first_number,
-    header_lines,
     one_line,
     option_values,
     render,
@@ -92,10 +91,7 @@ class Allocation:
 
 
 class Queue(ABC):
-    """Queueing system. Its commands count as hanging after `timeout_s`.
-
-    What is not said by a class attribute is said by a method that the system's class overrides.
-    """
+    """Queueing system: attributes and methods that the class of a system sets and overrides."""
 
     #: As users call the system.
     title: ClassVar[str]
@@ -108,8 +104,10 @@ class Queue(ABC):
     of_all_jobs: ClassVar[tuple[str, ...]] = ()
     #: Whether jobs are processes of this machine.
     is_local: ClassVar[bool] = False
-    #: Commands that must be on PATH; the first one submits.
+    #: Commands that must be on PATH; the first three submit, show and cancel jobs.
     programs: ClassVar[tuple[str, ...]]
+    #: Seconds after which a command counts as hanging.
+    timeout_s: float = COMMAND_TIMEOUT_S
     #: How to list what may be asked for, per kind of refusal.
     advice: ClassVar[str] = ""
     #: Words of refusals that time or fewer jobs cure.
@@ -118,8 +116,7 @@ class Queue(ABC):
     denied: ClassVar[re.Pattern[str]] = NOTHING
     #: How variables begin that would change what its commands do, or what a job learns of itself.
     ignored_variables: ClassVar[tuple[str, ...]] = ()
-    #: The command that cancels, and how its lines differ from those on a failure: on what is gone.
-    canceller: ClassVar[str] = ""
+    #: What the command that cancels says, line by line, if it failed only as jobs are gone already.
     gone: ClassVar[re.Pattern[str]] = NOTHING
     #: The largest number of jobs of one submission: the command that tells, how, and the default.
     array_limit: ClassVar[tuple[str, str, int]] = ("", "", 1)
@@ -158,9 +155,6 @@ class Queue(ABC):
     #: Whether its own output of a job goes to a file of any name, while the job runs.
     names_log: ClassVar[bool] = False
 
-    def __init__(self, timeout_s: float = COMMAND_TIMEOUT_S) -> None:
-        self.timeout_s = timeout_s
-
     @classmethod
     def of_cluster(cls, keywords: dict[str, Any]) -> Queue:
         """Make the queue of a cluster, and take the queue's own keywords out of `keywords`."""
@@ -196,7 +190,7 @@ class Queue(ABC):
         own = {f"{self.prefix} {directive}" for directive in job.job_extra_directives}
         memory = any(map(self.memory_pattern.search, own))
         lines = []
-        for line in header_lines(job):
+        for line in filter(str.strip, (job.job_header or "").split("\n")):
             found = re.fullmatch(rf"{re.escape(self.prefix)} (--?[\w-]+)([ =])(.*)", line)
             if found and line not in own:
                 if found[1] == self.memory_option and memory:
@@ -210,8 +204,8 @@ class Queue(ABC):
         return lines
 
     def refuse_nodes(self, request: Request) -> None:
-        """Raise UsageError for jobs of several nodes: nothing would start workers on the others."""
-        if request.nodes > 1:
+        """Raise UsageError for jobs of several nodes, if nothing starts workers on the others."""
+        if request.nodes > 1 and "srun" not in self.launchers:
             raise UsageError(
                 f"nodes_per_job={request.nodes}: jobs of several nodes are for SLURM only. With "
                 f"{self.title}, ask for jobs of one node, and more of them"
@@ -316,8 +310,9 @@ class Queue(ABC):
     async def limit(self) -> int:
         """Return the largest number of jobs of one submission."""
         command, pattern, usual = self.array_limit
-        said = (await self.run(*command.split())).stdout if command else ""
-        found = re.search(pattern, said, re.M) if command else None
+        if not command:
+            return usual
+        found = re.search(pattern, (await self.run(*command.split())).stdout, re.M)
         return int(found[1] if found else 0) or usual
 
     @abstractmethod
@@ -344,7 +339,7 @@ class Queue(ABC):
 
     async def cancel(self, ids: Collection[str]) -> None:
         """Cancel jobs with one command. Those that are over already do not matter."""
-        done = await self.run(*shlex.split(self.canceller), *ids)
+        done = await self.run(self.programs[2], *ids)
         lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
         if done.returncode and not (lines and all(map(self.gone.search, lines))):
             raise self.failed(done)

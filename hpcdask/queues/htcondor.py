@@ -29,7 +29,6 @@ class HtcondorQueue(Queue):
     programs = ("condor_submit", "condor_q", "condor_rm", "condor_history")
     advice = "What machines have: condor_status -compact, why jobs wait: condor_q -b"
     limits = re.compile(r"MAX_JOBS_PER|[Ff]ailed to connect|[Cc]an't find address|timed out")
-    canceller = "condor_rm"
     gone = re.compile("not found|couldn't find|already", re.I)
     job_id = '"$1"'  # the description's arguments
     needs_guard = True

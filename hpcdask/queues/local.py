@@ -87,7 +87,6 @@ class LocalQueue(Queue):
     job_id = f"${JOB}"
 
     def __init__(self, gpus: Iterable[str] | None = None, walltime_s: float | None = None) -> None:
-        super().__init__()
         self.gpus = None if gpus is None else list(gpus)
         self.walltime_s = walltime_s
         self._entries: dict[str, Entry] = {}

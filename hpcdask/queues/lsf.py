@@ -59,7 +59,6 @@ class LsfQueue(Queue):
         r"threshold|[Jj]ob (slot )?limit|[Nn]umber of jobs|index too large|too many|not responding"
         r"|is down|busy|try later"
     )
-    canceller = "bkill"
     gone = re.compile("not found|already finished|no matching|already been|is being")
     job_id = '"$LSB_JOBID$([ "${LSB_JOBINDEX:-0}" = 0 ] || echo "[$LSB_JOBINDEX]")"'
     needs_guard = True

@@ -25,7 +25,6 @@ class MoabQueue(PbsQueue):
     title = "Moab"
     jobqueue = ("moab", "MoabJob")
     programs = ("msub", "showq", "canceljob")
-    canceller = "canceljob"
     gone = re.compile("invalid job|cannot locate|not found|unknown|already|completed", re.I)
     array_limit = ("", "", 1)
     version = "Torque"

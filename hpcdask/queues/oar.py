@@ -48,7 +48,6 @@ class OarQueue(Queue):
     limits = re.compile(
         r"too many|number of (\w+ )?jobs|jobs? limit|cannot connect|connection", re.I
     )
-    canceller = "oardel"
     gone = re.compile(
         "already|not found|does not exist|no job|unknown|^Deleting|will be deleted", re.I
     )

@@ -50,7 +50,6 @@ class PbsQueue(Queue):
         r"would exceed|Maximum number of jobs|Array job exceeds|cannot connect|Connection refused"
         r"|timed out"
     )
-    canceller = "qdel"
     gone = re.compile("unknown job|has finished|no such job|does not exist|history", re.I)
     job_id = '"$PBS_JOBID"'
     needs_guard = True

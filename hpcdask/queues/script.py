@@ -21,11 +21,6 @@ def render(job: Any, header: Sequence[str], preamble: Sequence[str], command: st
     return "\n".join([job.shebang, *header, "", *lines, ""])
 
 
-def header_lines(job: Any) -> list[str]:
-    """Return the lines of dask-jobqueue's header; an empty header has none."""
-    return [line for line in (job.job_header or "").split("\n") if line.strip()]
-
-
 def clean_name(name: str, good: str, start: str = "", longest: int = 200) -> str:
     """Return a job name with `_` for what a queue does not take.
 

@@ -42,7 +42,6 @@ class SgeQueue(Queue):
         r"only \d+ jobs are allowed|more than \d+ tasks|unable to (contact|send)|commlib"
         r"|can't get resp"
     )
-    canceller = "qdel"
     gone = re.compile("delet|does not exist")
     prefix = "#$"
     quoted_options = "-q -P"

@@ -112,7 +112,6 @@ class SlurmQueue(Queue):
     jobqueue = ("slurm", "SLURMJob")
     programs = ("sbatch", "squeue", "scancel")
     denied = re.compile(r"Access/permission denied", re.I)
-    canceller = "scancel"
     gone = re.compile(r"Invalid job id specified|already complet", re.I)
     job_id = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
     restarts = "${SLURM_RESTART_COUNT:-0}"
@@ -151,8 +150,7 @@ class SlurmQueue(Queue):
     counts_ranks = True
     names_log = True
 
-    def __init__(self, gpu_request: GpuRequest = "gres", **options: float) -> None:
-        super().__init__(**options)
+    def __init__(self, gpu_request: GpuRequest = "gres") -> None:
         if gpu_request not in get_args(GpuRequest):
             forms = ", ".join(get_args(GpuRequest))
             raise UsageError(f"gpu_request={gpu_request!r} is not one of {forms}")
@@ -165,9 +163,6 @@ class SlurmQueue(Queue):
         return cls(keywords.pop("gpu_request", None) or "gres")
 
     # What the script says
-
-    def refuse_nodes(self, request: Request) -> None:
-        """Take any number of nodes: srun starts the workers on all of them."""
 
     def name_directive(self, name: str) -> str:
         return f"--job-name={double_quoted(name, 'job_name')}"
@@ -189,15 +184,11 @@ class SlurmQueue(Queue):
         kind = f"{one_line(request.gpu_type, 'gpu_type')}:" if request.gpu_type else ""
         if self.gpu_request == "gpus":
             return f"--gpus={self.quote(f'{kind}{request.gpus}')}"
-        per_node, rest = divmod(request.gpus, request.nodes)
-        if rest:
-            raise UsageError(
-                f"{request.gpus} GPUs cannot be shared evenly by {request.nodes} nodes"
-            )
+        per_node = f"{kind}{request.gpus // request.nodes}"
         if self.gpu_request == "gpus-per-node":
-            return f"--gpus-per-node={self.quote(f'{kind}{per_node}')}"
+            return f"--gpus-per-node={self.quote(per_node)}"
         others = [value for line in lines for value in option_values(line, "--gres")]
-        return f"--gres={self.quote(','.join([f'gpu:{kind}{per_node}', *others]))}"
+        return f"--gres={self.quote(','.join([f'gpu:{per_node}', *others]))}"
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         name = SINGLE_LOG if request.alone else ARRAY_LOG
@@ -464,20 +455,19 @@ def _parse_sacct(text: str) -> dict[str, QueueStatus]:
     seen = {}
     for line in text.splitlines():
         row = line.split("|", len(SACCT_COLUMNS) - 1)
-        if len(row) < len(SACCT_COLUMNS):
+        word, _, by = row[-1].partition(" by ")  # CANCELLED by 1000
+        if len(row) < len(SACCT_COLUMNS) or (state := STATES.get(word)) not in OVER:
             continue
-        job, status, started, nodes, words = row
-        word, _, by = words.partition(" by ")  # CANCELLED by 1000
-        if (state := STATES.get(word)) in OVER:
-            for job_id in _expand(job):
-                seen[job_id] = QueueStatus(
-                    job_id,
-                    state,
-                    reason=_reason(word, f"by user {by}" if by else ""),
-                    exit_code=_code(word, status),
-                    started=_time(started),
-                    nodes="" if nodes.startswith("None") else nodes,
-                )
+        job, status, started, nodes, _ = row
+        for job_id in _expand(job):
+            seen[job_id] = QueueStatus(
+                job_id,
+                state,
+                reason=_reason(word, f"by user {by}" if by else ""),
+                exit_code=_code(word, status),
+                started=_time(started),
+                nodes="" if nodes.startswith("None") else nodes,
+            )
     return seen
 
 

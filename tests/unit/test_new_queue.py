@@ -25,7 +25,6 @@ class ToyQueue(Queue):
     jobqueue = ("toy", "dask_jobqueue.pbs.PBSJob")
     keywords = ("colour",)
     programs = ("toysub", "toystat", "toydel")
-    canceller = "toydel"
     job_id = '"$TOY_JOB"'
     gpu_example = "#PBS -l toys=1"
 

@@ -130,11 +130,9 @@ def test_a_users_memory_takes_the_place_of_the_jobs(own):
     assert not SlurmQueue.requests_memory(["--mem-bind=local", "--comment=x--mem"])
 
 
-def test_bad_gpu_requests():
+def test_a_bad_gpu_request():
     with pytest.raises(UsageError, match="'tres' is not one of gres, gpus-per-node, gpus"):
         SlurmQueue(gpu_request="tres")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="3 GPUs cannot be shared evenly by 2 nodes"):
-        directives(request_of(gpus=3, nodes=2))
 
 
 def test_quoting():
@@ -431,7 +429,8 @@ def test_the_cluster_is_the_same_for_all_commands(monkeypatch):
 
 def test_a_command_that_nobody_waits_for_is_killed(tmp_path):
     """A cluster that closed while squeue hung said that its thread could not be joined."""
-    queue, note = SlurmQueue(timeout_s=600), tmp_path / "pid"
+    queue, note = SlurmQueue(), tmp_path / "pid"
+    queue.timeout_s = 600
 
     async def give_up() -> None:
         hangs = asyncio.create_task(queue.run("sh", "-c", f"echo $$ >{note}; sleep 600; true"))
