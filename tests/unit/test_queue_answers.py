@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -49,7 +49,8 @@ class Site:
     """
 
     def __init__(self, queue: Queue, answers: Mapping[str, Answer]) -> None:
-        self.answers = {"qstat --version": "pbs_version = 23.06.06\n", **answers}
+        version = (0, "", "Version: 6.1.3\n") if isinstance(queue, Torque) else "pbs_version = 23\n"
+        self.answers: dict[str, Answer] = {"qstat --version": version, **answers}
         self.ran: list[str] = []
         self.inputs: list[str | None] = []
         queue.run = self.run  # type: ignore[method-assign]
@@ -81,23 +82,10 @@ def ann() -> Iterator[None]:
 # What is said on failures
 
 
-class Failures(NamedTuple):
-    """Words of a system: its commands that show, cancel and submit, and what they say.
-
-    `silent` is said where nobody answers, `unknown` and `gone` of job 9, which is not there,
-    `passes` of limits and `stays` of other refusals.
-    """
-
-    commands: tuple[str, str, str]
-    silent: str
-    unknown: Answer
-    gone: str
-    passes: list[str]
-    stays: list[str]
-
-
-FAILURES = {
-    PbsQueue: Failures(
+#: The commands that show, cancel and submit jobs; what is said where nobody answers, and of job 9,
+#: which is not there, by the first two; then of limits that pass, and of other refusals.
+FAILURES: dict[type[Queue], tuple[tuple[str, ...], str, Answer, str, list[str], list[str]]] = {
+    PbsQueue: (
         ("qstat -f", "qdel", "qsub"),
         "cannot connect to server head (errno=111)",
         (153, "", "qstat: Unknown Job Id 9\n"),
@@ -113,7 +101,7 @@ FAILURES = {
             "qsub: Job exceeds queue and/or server resource limits",
         ],
     ),
-    SgeQueue: Failures(
+    SgeQueue: (
         ("qstat", "qdel", "qsub"),
         "unable to contact qmaster",
         "<job_info/>",
@@ -121,7 +109,7 @@ FAILURES = {
         ["unable to contact qmaster", "job rejected: only 5 jobs are allowed per user"],
         ['Unable to run job: unknown queue "nix"'],
     ),
-    LsfQueue: Failures(
+    LsfQueue: (
         ("bjobs", "bkill", "bsub"),
         "LSF is down",
         (255, "", "No job found\n"),
@@ -137,7 +125,7 @@ FAILURES = {
             "gpuu: No such queue. Job not submitted",
         ],
     ),
-    OarQueue: Failures(
+    OarQueue: (
         ("oarstat", "oardel", "oarsub"),
         "DB connection error",
         "{}",
@@ -145,7 +133,7 @@ FAILURES = {
         ["[ADMISSION RULE] Too many jobs for user ann"],
         ["[ERROR] Unknown queue nix", "[ADMISSION RULE] walltime exceeds the maximum"],
     ),
-    HtcondorQueue: Failures(
+    HtcondorQueue: (
         ("condor_q", "condor_rm", "condor_submit"),
         "Can't find address of local schedd",
         "",
@@ -153,7 +141,7 @@ FAILURES = {
         ["ERROR: Number of submitted jobs would exceed MAX_JOBS_PER_OWNER"],
         ["ERROR: on Line 3 of submit file: Parse error"],
     ),
-    MoabQueue: Failures(
+    MoabQueue: (
         ("showq", "canceljob", "msub"),
         "cannot connect to server",
         "<Data/>",
@@ -167,23 +155,23 @@ FAILURES = {
 @pytest.mark.parametrize("kind", FAILURES)
 def test_failures(tmp_path: Path, kind: type[Queue]):
     """A silent system is an error, a job that is gone is none. Limits pass, others do not."""
-    words, queue, script = FAILURES[kind], kind(), tmp_path / "script.sh"
+    (show, cancel, submit), silent, unknown, gone, passes, others = FAILURES[kind]
+    queue, script = kind(), tmp_path / "script.sh"
     script.write_text("#!/usr/bin/env bash\n")
-    show, cancel, submit = words.commands
-    Site(queue, dict.fromkeys((show, cancel), (1, "", f"{words.silent}\n")))
+    Site(queue, dict.fromkeys((show, cancel), (1, "", f"{silent}\n")))
     for work in (queue.query(["9"]), queue.cancel(["9"])):
-        with pytest.raises(QueueError, match=re.escape(words.silent)):
+        with pytest.raises(QueueError, match=re.escape(silent)):
             do(work)
-    Site(queue, {show: words.unknown, cancel: (1, f"{words.gone}\n", "")})
+    Site(queue, {show: unknown, cancel: (1, f"{gone}\n", "")})
     assert do(queue.query(["9"])) == {}
     do(queue.cancel(["9"]))
-    for said in (*words.passes, *words.stays):
+    for said in (*passes, *others):
         Site(queue, {submit: (1, "", f"{said}\n")})
         with pytest.raises(Refused) as caught:
             do(queue.submit(str(script), 1))
         start = f"{submit} refused the job: {said}. Script kept at {script}. "
         assert str(caught.value) == start + queue.advice
-        assert caught.value.for_now is (said in words.passes)
+        assert caught.value.for_now is (said in passes)
 
 
 def test_what_oar_says_of_several_jobs_is_read_line_by_line():
@@ -429,30 +417,6 @@ def test_accounts_of_grid_engine(
 # Submission, limits, tags
 
 
-class Submission(NamedTuple):
-    """Jobs that are submitted to a system, its limit, and the jobs with a tag.
-
-    Each of `jobs` is the answer, the ids and the command, with its words behind SCRIPT's name.
-    `says` are the other answers. `input` is the command's.
-    """
-
-    kind: type[Queue]
-    jobs: list[tuple[str, list[str], str]]
-    says: dict[str, Answer]
-    limit: int
-    tagged: list[str]
-    input: str | None = None
-
-
-def pbs_jobs(*jobs: tuple[str, str, str]) -> str:
-    """Return the answer on jobs with a tag."""
-    return "".join(
-        f"Job Id: {job}\n    Job_Owner = {owner}@login1\n    job_state = {state}\n"
-        f"    Variable_List = PBS_O_HOME=/home/ann,\n\tHPCDASK_TAG={TAG},PBS_O_QUEUE=gpu\n\n"
-        for job, owner, state in jobs
-    )
-
-
 SCRIPT = f"""\
 #!/usr/bin/env bash
 #BSUB -J dask-worker
@@ -464,114 +428,37 @@ true
 """
 OARSUB = "oarsub -n 'my job' -l /nodes=1/gpu=1,walltime=1:00:00"
 OAR_RUN = f"env HPCDASK_TAG={TAG} /usr/bin/env bash QUOTED"
-SGE_TAGS = (
-    "<djob_info><element><JB_job_number>4</JB_job_number><JB_context><context_list>"
-    f"<VA_variable>HPCDASK_TAG</VA_variable><VA_value>{TAG}</VA_value>"
-    "</context_list></JB_context></element></djob_info>"
+INPUTS = {LsfQueue: SCRIPT}
+INPUTS[HtcondorQueue] = "request_gpus = 1\nexecutable = PROGRAM\nqueue 2\n"
+
+
+class Torque(PbsQueue):
+    """Torque 6, as its version tells."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "ids", "command"),
+    [
+        (PbsQueue, "13[].server", ["13[0].server", "13[1].server"], "qsub -J 0-1 SCRIPT"),
+        (PbsQueue, "14.server", ["14.server"], "qsub SCRIPT"),
+        (Torque, "21[].head", ["21[0].head", "21[1].head"], "qsub -t 0-1 SCRIPT"),
+        (SgeQueue, "4.1-2:1", ["4.1", "4.2"], "qsub -terse -t 1-2 SCRIPT"),
+        (SgeQueue, "5", ["5"], "qsub -terse SCRIPT"),
+        (LsfQueue, "Job <31> is submitted", ["31[1]", "31[2]"], "bsub -J 'dask-worker[1-2]'"),
+        (LsfQueue, "Job <32> is submitted", ["32"], "bsub"),
+        (OarQueue, "[RULE] ok\nOAR_JOB_ID=41", ["41"], f"{OARSUB} {shlex.quote(OAR_RUN)}"),
+        (
+            OarQueue,
+            "OAR_JOB_ID=41\nOAR_JOB_ID=42\nOAR_ARRAY_ID=41",
+            ["41", "42"],
+            f"{OARSUB} --array 2 {shlex.quote(OAR_RUN)}",
+        ),
+        (HtcondorQueue, "51.0 - 51.1", ["51.0", "51.1"], "condor_submit -terse"),
+        (MoabQueue, "\nMoab.61", ["Moab.61"], "msub -E SCRIPT"),
+    ],
 )
-SUBMISSIONS = {
-    "PBS Professional": Submission(
-        PbsQueue,
-        [
-            ("13[].server\n", ["13[0].server", "13[1].server"], "qsub -J 0-1 SCRIPT"),
-            ("14.server\n", ["14.server"], "qsub SCRIPT"),
-        ],
-        {
-            "qstat -B -f": "    max_array_size = 500\n",
-            "qstat -f -t -w": pbs_jobs(
-                ("12.server", "ann", "R"),
-                ("13[].server", "ann", "B"),
-                ("13[0].server", "ann", "X"),
-                ("13[1].server", "ann", "Q"),
-                ("14.server", "bob", "R"),
-            ),
-        },
-        500,
-        ["12.server", "13[1].server"],
-    ),
-    "Torque 6": Submission(
-        PbsQueue,
-        [("21[].head.site\n", ["21[0].head.site", "21[1].head.site"], "qsub -t 0-1 SCRIPT")],
-        {
-            "qstat --version": (0, "", "Version: 6.1.3\nCommit: abc\n"),
-            "qstat -B -f": "    max_job_array_size = 300\n",
-            "qstat -f -t -1": pbs_jobs(("21[0].head.site", "ann", "C"), ("21[1].head", "ann", "R")),
-        },
-        300,
-        ["21[1].head"],
-    ),
-    "Grid Engine": Submission(
-        SgeQueue,
-        [
-            ("4.1-2:1\n", ["4.1", "4.2"], "qsub -terse -t 1-2 SCRIPT"),
-            ("5\n", ["5"], "qsub -terse SCRIPT"),
-        ],
-        {"qconf -sconf": "max_aj_tasks 600\n", "qstat -u": sge("r"), "qstat -j 4": SGE_TAGS},
-        600,
-        ["4.2"],
-    ),
-    "LSF": Submission(
-        LsfQueue,
-        [
-            ("Job <31> is submitted\n", ["31[1]", "31[2]"], "bsub -J 'dask-worker[1-2]'"),
-            ("Job <32> is submitted\n", ["32"], "bsub"),
-        ],
-        {
-            "bparams -a": "    MAX_JOB_ARRAY_SIZE = 400\n",
-            "bjobs": lsf("RUN", job_description=TAG),
-        },
-        400,
-        ["31[2]"],
-        input=SCRIPT,
-    ),
-    "OAR": Submission(
-        OarQueue,
-        [
-            (
-                "[ADMISSION RULE] ok\nOAR_JOB_ID=41\nOAR_JOB_ID=42\nOAR_ARRAY_ID=41\n",
-                ["41", "42"],
-                f"{OARSUB} --array 2 {shlex.quote(OAR_RUN)}",
-            ),
-            ("OAR_JOB_ID=43\n", ["43"], f"{OARSUB} {shlex.quote(OAR_RUN)}"),
-        ],
-        {
-            "oarstat -f -J -u ann": json.dumps(
-                {"41": {"command": OAR_RUN}, "42": {"command": "true"}, "43": {"command": None}}
-            )
-        },
-        1000,
-        ["41"],
-    ),
-    "HTCondor": Submission(
-        HtcondorQueue,
-        [("51.0 - 51.1\n", ["51.0", "51.1"], "condor_submit -terse")],
-        {
-            "condor_q": json.dumps(
-                [
-                    {"ClusterId": 51, "ProcId": 3, "Owner": "ann", "JobStatus": 2},
-                    {"ClusterId": 51, "ProcId": 4, "Owner": "bob", "JobStatus": 2},
-                    {"ClusterId": 51, "ProcId": 5, "Owner": "ann", "JobStatus": 3},
-                ]
-            ).replace('"Owner"', f'"HpcdaskTag": "{TAG}", "Owner"')
-        },
-        1000,
-        ["51.3"],
-        input="request_gpus = 1\nexecutable = PROGRAM\nqueue 2\n",
-    ),
-    "Moab": Submission(
-        MoabQueue,
-        [("\nMoab.61\n", ["Moab.61"], "msub -E SCRIPT")],
-        {"showq": moab("Running", JobName="dask.worker.hpcdask_ab12cd34")},
-        1,
-        ["Moab.61"],
-    ),
-}
-
-
-@pytest.mark.parametrize("system", SUBMISSIONS)
-def test_submission_limit_and_tags(tmp_path: Path, system: str):
-    kind, jobs, says, limit, tagged, given = SUBMISSIONS[system]
-    path, queue = tmp_path / "it's; $1.sh", kind()
+def test_submission(tmp_path: Path, kind: type[Queue], answer: str, ids: list[str], command: str):
+    path, queue, words = tmp_path / "it's; $1.sh", kind(), shlex.split(command)
     path.write_text(SCRIPT)
     names = {"SCRIPT": str(path), "QUOTED": shlex.quote(str(path))}
     names["PROGRAM"] = str(path).replace("$", "$(DOLLAR)")
@@ -579,16 +466,73 @@ def test_submission_limit_and_tags(tmp_path: Path, system: str):
     def named(text: str) -> str:
         return re.sub("|".join(names), lambda found: names[found[0]], text)
 
-    for answer, ids, command in jobs:
-        words = shlex.split(command)
-        site = Site(queue, {**says, words[0]: answer})
-        assert do(queue.submit(str(path), len(ids))) == ids
-        assert shlex.split(site.ran[-1]) == [named(word) for word in words]
-        assert site.inputs[-1] == (given and named(given))
-        Site(queue, {**says, words[0]: "Welcome to it"})
-        with pytest.raises(QueueError, match="answered 'Welcome to it' instead of"):
-            do(queue.submit(str(path), len(ids)))
-    Site(queue, says)
-    assert do(queue.limit()) == limit
-    assert do(queue.tagged()) == dict.fromkeys(tagged, TAG)
+    site = Site(queue, {words[0]: f"{answer}\n"})
+    assert do(queue.submit(str(path), len(ids))) == ids
+    assert shlex.split(site.ran[-1]) == [named(word) for word in words]
+    assert site.inputs[-1] == (named(INPUTS[kind]) if kind in INPUTS else None)
     assert kind is not HtcondorQueue or path.stat().st_mode & 0o777 == 0o700
+    Site(queue, {words[0]: "Welcome to it"})
+    with pytest.raises(QueueError, match="answered 'Welcome to it' instead of"):
+        do(queue.submit(str(path), len(ids)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "command", "answer", "limit"),
+    [
+        (PbsQueue, "qstat -B -f", "    max_array_size = 500\n", 500),
+        (Torque, "qstat -B -f", "    max_job_array_size = 300\n", 300),
+        (SgeQueue, "qconf -sconf", "max_aj_tasks 600\n", 600),
+        (SgeQueue, "qconf -sconf", "max_aj_tasks 0\n", 75_000),
+        (LsfQueue, "bparams -a", "    MAX_JOB_ARRAY_SIZE = 400\n", 400),
+        (LsfQueue, "bparams -a", "", 1000),
+        (OarQueue, "none", "", 1000),
+        (MoabQueue, "none", "", 1),
+    ],
+)
+def test_limit(kind: type[Queue], command: str, answer: str, limit: int):
+    queue = kind()
+    Site(queue, {command: answer})
+    assert do(queue.limit()) == limit
+
+
+def pbs_jobs(*jobs: str) -> str:
+    """Return the answer on jobs of these ids, owners and states, all with a tag."""
+    return "".join(
+        f"Job Id: {job}\n    Job_Owner = {owner}@login1\n    job_state = {state}\n"
+        f"    Variable_List = PBS_O_HOME=/home/ann,\n\tHPCDASK_TAG={TAG},PBS_O_QUEUE=gpu\n\n"
+        for job, owner, state in map(str.split, jobs)
+    )
+
+
+PRO_JOBS = ("12.head ann R", "13[].head ann B", "13[0].head ann X", "13[1].head ann Q", "14 bob R")
+SGE_TAGS = (
+    "<djob_info><element><JB_job_number>4</JB_job_number><JB_context><context_list>"
+    f"<VA_variable>HPCDASK_TAG</VA_variable><VA_value>{TAG}</VA_value>"
+    "</context_list></JB_context></element></djob_info>"
+)
+OAR_JOBS = {"41": {"command": OAR_RUN}, "42": {"command": "true"}, "43": {"command": None}}
+CONDOR_JOBS = [
+    {"ClusterId": 51, "ProcId": number, "Owner": owner, "JobStatus": status, "HpcdaskTag": TAG}
+    for number, owner, status in ((3, "ann", 2), (4, "bob", 2), (5, "ann", 3))
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers", "jobs"),
+    [
+        (PbsQueue, {"qstat -f -t -w": pbs_jobs(*PRO_JOBS)}, ["12.head", "13[1].head"]),
+        (Torque, {"qstat -f -t -1": pbs_jobs("21[0].a ann C", "21[1].a ann R")}, ["21[1].a"]),
+        (SgeQueue, {"qstat -u": sge("r"), "qstat -j 4": SGE_TAGS}, ["4.2"]),
+        (LsfQueue, {"bjobs": lsf("RUN", job_description=TAG)}, ["31[2]"]),
+        (LsfQueue, {"bjobs": lsf("RUN", jobindex="0", job_description=TAG)}, ["31"]),
+        (LsfQueue, {"bjobs": lsf("RUN", job_description="something else")}, []),
+        (OarQueue, {"oarstat -f -J -u ann": json.dumps(OAR_JOBS)}, ["41"]),
+        (HtcondorQueue, {"condor_q": json.dumps(CONDOR_JOBS)}, ["51.3"]),
+        (MoabQueue, {"showq": moab("Running", JobName="a.hpcdask_ab12cd34")}, ["Moab.61"]),
+        (MoabQueue, {"showq": moab("Running", JobName="dask-worker")}, []),
+    ],
+)
+def test_tags(kind: type[Queue], answers: dict[str, Answer], jobs: list[str]):
+    queue = kind()
+    Site(queue, answers)
+    assert do(queue.tagged()) == dict.fromkeys(jobs, TAG)
