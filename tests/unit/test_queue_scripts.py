@@ -422,6 +422,14 @@ def test_grid_engine_keeps_the_users_shell():
 
 
 WALLTIMES = {
+    ("SLURM", "90"): timedelta(minutes=90),
+    ("SLURM", "90:30"): timedelta(minutes=90, seconds=30),
+    ("SLURM", "36:00:00"): timedelta(hours=36),
+    ("SLURM", "1-12"): timedelta(hours=36),
+    ("SLURM", "1-12:30"): timedelta(hours=36, minutes=30),
+    ("SLURM", " 1-12:30:30 "): timedelta(hours=36, minutes=30, seconds=30),
+    ("SLURM", "UNLIMITED"): timedelta.max,
+    ("SLURM", "infinite"): timedelta.max,
     ("PBS", "90"): timedelta(seconds=90),
     ("PBS", "2:00:00"): timedelta(hours=2),
     ("PBS", "1:02:00:00"): timedelta(days=1, hours=2),
@@ -440,9 +448,10 @@ def test_walltimes(kind: str, text: str):
     assert door(kind).parse_walltime(text) == WALLTIMES[kind, text]
 
 
-@pytest.mark.parametrize("kind", ["PBS", "SGE", "LSF", "OAR"])
+@pytest.mark.parametrize("kind", ["SLURM", "PBS", "SGE", "LSF", "OAR"])
 def test_walltimes_that_are_none(kind: str):
-    for text in ("", "soon", "1-00:00:00", "0", "0:00", "-5", "1:2:3:4:5"):
+    dashes = ("1-", "1-1-1") if kind == "SLURM" else ("1-00:00:00",)
+    for text in ("", "soon", "2h", "0", "0:00", "1.5", "-5", "1:2:3:4:5", *dashes):
         with pytest.raises(UsageError, match=f"^walltime='{text}' is not one of "):
             door(kind).parse_walltime(text)
 
