@@ -50,16 +50,13 @@ def directives(kind: str, **keywords: Any) -> list[str]:
     return [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
 
 
-def test_pbs():
-    """PBS Professional: qsub(1B), "Requesting Resources" (select, ngpus), -N, -A, -v, -j, -o, -W.
-
-    The reader of directives joins adjacent quoted pieces, as a shell does.
-    """
-    text = script("PBS", ODD_FOLDER, queue="gpu", account="my account", gpu_type="A100")
-    assert (
-        text
-        == """\
-#!/usr/bin/env bash
+#: Jobs of each system, with the manual that the lines between first and prologue were checked with.
+GOLDEN: dict[str, tuple[dict[str, Any], str]] = {
+    # PBS Professional: qsub(1B), "Requesting Resources" (select, ngpus), -N, -A, -v, -j, -o, -W.
+    # The reader of directives joins adjacent quoted pieces, as a shell does.
+    "PBS": (
+        {"folder": ODD_FOLDER, "queue": "gpu", "account": "my account", "gpu_type": "A100"},
+        """\
 #PBS -N it_s_my__job
 #PBS -q gpu
 #PBS -A 'my account'
@@ -74,19 +71,12 @@ def test_pbs():
 [ ! -e '/home/ann/it'"'"'s "old"; $1/logs'/"$PBS_JOBID".log ] || exit 75  # \
 started before: the cluster replaces this job
 export HPCDASK_JOB_ID="$PBS_JOBID" HPCDASK_RESTARTS=0
-module load "my env"; echo $HOME
-exec python -m hpcdask.worker --workers 2
-"""
-    )
-
-
-def test_sge():
-    """Son of Grid Engine: sge_submit(1), -l, -ac, -r, -o with $JOB_ID and $TASK_ID, -S."""
-    text = script("SGE", queue="gpu.q", project="my project", resource_spec="h_vmem=8G")
-    assert (
-        text
-        == """\
-#!/usr/bin/env bash
+""",
+    ),
+    # Son of Grid Engine: sge_submit(1), -l, -ac, -r, -o with $JOB_ID and $TASK_ID, -S.
+    "SGE": (
+        {"queue": "gpu.q", "project": "my project", "resource_spec": "h_vmem=8G"},
+        """\
 #$ -N it_s_my__job
 #$ -q gpu.q
 #$ -P "my project"
@@ -103,23 +93,18 @@ def test_sge():
 
 export HPCDASK_JOB_ID="$JOB_ID$([ "${SGE_TASK_ID:-undefined}" = undefined ] || echo \
 ".$SGE_TASK_ID")" HPCDASK_RESTARTS=0
-module load "my env"; echo $HOME
-exec python -m hpcdask.worker --workers 2
-"""
-    )
-
-
-def test_lsf():
-    """IBM Spectrum LSF 10.1: bsub(1), -J (its characters under "Job Arrays"), -gpu (num, gmodel),
-    -Jd, -rn, -o with %J and %I; embedded options with spaces are in double quotes.
-    """
-    text = script(
-        "LSF", queue="gpu", project="my project", lsf_units="mb", gpu_type="NVIDIAA100_SXM4_80GB"
-    )
-    assert (
-        text
-        == """\
-#!/usr/bin/env bash
+""",
+    ),
+    # IBM Spectrum LSF 10.1: bsub(1), -J (its characters under "Job Arrays"), -gpu (num, gmodel),
+    # -Jd, -rn, -o with %J and %I; embedded options with spaces are in double quotes.
+    "LSF": (
+        {
+            "queue": "gpu",
+            "project": "my project",
+            "lsf_units": "mb",
+            "gpu_type": "NVIDIAA100_SXM4_80GB",
+        },
+        """\
 #BSUB -J it_s_my__job
 #BSUB -q gpu
 #BSUB -P "my project"
@@ -137,28 +122,18 @@ def test_lsf():
 "[$LSB_JOBINDEX]")".log ] || exit 75  # started before: the cluster replaces this job
 export HPCDASK_JOB_ID="$LSB_JOBID$([ "${LSB_JOBINDEX:-0}" = 0 ] || echo "[$LSB_JOBINDEX]")" \
 HPCDASK_RESTARTS=0
-module load "my env"; echo $HOME
-exec python -m hpcdask.worker --workers 2
-"""
-    )
-
-
-def test_oar():
-    """OAR 2.5: oarsub(1), -n, -l with a property in braces and its hierarchy, -p, -O with %jobid%.
-
-    The lines become arguments, split like shell words. IO.pm refuses a ; in the name of output.
-    """
-    text = script(
-        "OAR",
-        queue="gpu",
-        project="my project",
-        memory_per_core_property_name="memcore",
-        gpu_type="A100 80GB",
-    )
-    assert (
-        text
-        == """\
-#!/usr/bin/env bash
+""",
+    ),
+    # OAR 2.5: oarsub(1), -n, -l with a property in braces and its hierarchy, -p, -O with %jobid%.
+    # The lines become arguments, split like shell words. IO.pm refuses a ; in the name of output.
+    "OAR": (
+        {
+            "queue": "gpu",
+            "project": "my project",
+            "memory_per_core_property_name": "memcore",
+            "gpu_type": "A100 80GB",
+        },
+        """\
 #OAR -n 'it_s my; job'
 #OAR -q gpu
 #OAR --project 'my project'
@@ -170,27 +145,18 @@ def test_oar():
 # HPCDASK_TAG=hpcdask:ab12cd34
 
 export HPCDASK_JOB_ID="$OAR_JOB_ID" HPCDASK_RESTARTS=0
-module load "my env"; echo $HOME
-exec python -m hpcdask.worker --workers 2
-"""
-    )
-
-
-def test_htcondor():
-    """HTCondor 24: htcondor-jdl(1), request_gpus, require_gpus, arguments, output, MY.attribute,
-    "$(DOLLAR)"; condor_submit(1) reads a description from its standard input.
-    """
-    text = script(
-        "HTCondor",
-        ODD_FOLDER,
-        disk="1GB",
-        job_extra_directives={"+ProjectName": '"abc"'},
-        gpu_type="NVIDIA A100-SXM4-80GB",
-    )
-    assert (
-        text
-        == """\
-#!/usr/bin/env bash
+""",
+    ),
+    # HTCondor 24: htcondor-jdl(1), request_gpus, require_gpus, arguments, output, MY.attribute,
+    # "$(DOLLAR)"; condor_submit(1) reads a description from its standard input.
+    "HTCondor": (
+        {
+            "folder": ODD_FOLDER,
+            "disk": "1GB",
+            "job_extra_directives": {"+ProjectName": '"abc"'},
+            "gpu_type": "NVIDIA A100-SXM4-80GB",
+        },
+        """\
 #CONDOR MY.DaskWorkerName = "htcondor--$F(MY.JobId)--"
 #CONDOR batch_name = it's my; job
 #CONDOR RequestCpus = MY.DaskWorkerCores
@@ -212,21 +178,13 @@ def test_htcondor():
 [ ! -e '/home/ann/it'"'"'s "old"; $1/logs'/"$1".log ] || exit 75  # started before: the cluster \
 replaces this job
 export HPCDASK_JOB_ID="$1" HPCDASK_RESTARTS=0
-module load "my env"; echo $HOME
-exec python -m hpcdask.worker --workers 2
-"""
-    )
-
-
-def test_moab():
-    """Moab 9: "msub" (it reads #PBS lines; -E sets MOAB_JOBID); Torque: qsub(1), "Requesting
-    Resources" (nodes=1:ppn=8:gpus=2, mem).
-    """
-    text = script("Moab", queue="gpu", account="abc", gpu_type="a100")
-    assert (
-        text
-        == """\
-#!/usr/bin/env bash
+""",
+    ),
+    # Moab 9: "msub" (it reads #PBS lines; -E sets MOAB_JOBID); Torque: qsub(1), "Requesting
+    # Resources" (nodes=1:ppn=8:gpus=2, mem).
+    "Moab": (
+        {"queue": "gpu", "account": "abc", "gpu_type": "a100"},
+        """\
 #PBS -N it_s_my__job.hpcdask_ab12cd34
 #PBS -q gpu
 #PBS -A abc
@@ -241,10 +199,16 @@ def test_moab():
 [ ! -e '/home/ann/my runs; 1/logs'/"$MOAB_JOBID".log ] || exit 75  # started \
 before: the cluster replaces this job
 export HPCDASK_JOB_ID="$MOAB_JOBID" HPCDASK_RESTARTS=0
-module load "my env"; echo $HOME
-exec python -m hpcdask.worker --workers 2
-"""
-    )
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GOLDEN)
+def test_golden_script(kind: str):
+    keywords, expected = GOLDEN[kind]
+    prologue = "\n".join([*PROLOGUE, WORKER, ""])
+    assert script(kind, **keywords) == f"#!/usr/bin/env bash\n{expected}{prologue}"
 
 
 # The GPUs among the user's own resources
