@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -157,8 +157,8 @@ class Queue(ABC):
 
     @classmethod
     def of_cluster(cls, keywords: dict[str, Any]) -> Queue:
-        """Make the queue of a cluster, and take the queue's own keywords out of `keywords`."""
-        return cls()
+        """Make the queue of a cluster with its own `keywords`, which are taken out of these."""
+        return cls(**{name: keywords.pop(name) for name in cls.keywords if name in keywords})
 
     # What the script says
 
@@ -173,10 +173,10 @@ class Queue(ABC):
         self.refuse_nodes(request)
         name = self.job_name(request)
         header = self.header(job, name)
-        lines = self.with_gpus(header, request)
+        lines = self.with_gpus(header, request) if request.gpus else header
         old, new = "\n".join(header), "\n".join(line for line in lines if line not in header)
         if any(skip in new and skip not in old for skip in job.job_directives_skip):
-            lines = self.with_gpus(header, replace(request, gpus=0))
+            lines = header
         if not name.startswith(request.name):
             lines = [*lines, f"# {self.title} does not take the job name {request.name!r}"]
         lines = self.with_directives(lines, job, request)
@@ -228,7 +228,7 @@ class Queue(ABC):
         return double_quoted(value, self.prefix, self.escaped)
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
-        """Add the request's GPUs to the resources of the header."""
+        """Add the request's GPUs, of which there are some, to the resources of the header."""
         return lines
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:

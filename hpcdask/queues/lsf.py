@@ -82,7 +82,7 @@ class LsfQueue(Queue):
         # the GPU's model, or other GPU requirements, as in gmodel=A100:j_exclusive=yes
         kind = request.gpu_type or ""
         kind = f":{kind}" if "=" in kind else f":gmodel={kind}" if kind else ""
-        return [*lines, *([f'#BSUB -gpu "num={request.gpus}{kind}"'] if request.gpus else [])]
+        return [*lines, f'#BSUB -gpu "num={request.gpus}{kind}"']
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         folder = one_line(request.folder, "the folder of logs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from typing import Any
 
 from . import helpers
 from .base import Request
@@ -30,10 +31,10 @@ class MoabQueue(PbsQueue):
     version = "Torque"
     job_id = '"$MOAB_JOBID"'  # set by msub -E
 
-    def with_gpus(self, lines: list[str], request: Request) -> list[str]:
+    def header(self, job: Any, name: str) -> list[str]:
         # dask-jobqueue's default is PBS Professional's form
         select, nodes = r"select=1:ncpus=(\d+):mem=(\w+)$", r"nodes=1:ppn=\1,mem=\2"
-        return super().with_gpus([re.sub(select, nodes, line) for line in lines], request)
+        return [re.sub(select, nodes, line) for line in super().header(job, name)]
 
     def job_name(self, request: Request) -> str:
         return f"{super().job_name(request)[:100]}.{request.tag.replace(':', '_')}"

@@ -80,8 +80,6 @@ class OarQueue(Queue):
         ``/nodes=1/core=8`` becomes ``/nodes=1/gpu=2``. The type is the property ``gpu_model``, or
         another as in ``gpu_type="gpu_mem>=40000"``.
         """
-        if not request.gpus:
-            return lines
         for number, line in enumerate(lines):
             if line.startswith("#OAR -l "):
                 spec = _add(line.removeprefix("#OAR -l "), request)

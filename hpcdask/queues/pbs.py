@@ -79,8 +79,6 @@ class PbsQueue(Queue):
         taken where the user's resources begin like that. The type of GPU is a resource that the
         site defines; ``gpu_type="model=a100"`` names another than ``gpu_type``.
         """
-        if not request.gpus:
-            return lines
         text, form = "\n".join(lines), r"(?m)^(#PBS -l (?:.*,)?(select|nodes)=)([^,\n]*)"
         if re.search(form, text):
             return re.sub(form, lambda found: _with_gpus(found, request), text, count=1).split("\n")

@@ -60,7 +60,7 @@ class SgeQueue(Queue):
         # the GPU's type as the resource gpu_type, or the site's own as in model=a100
         kind = request.gpu_type or ""
         kind = f",{kind}" if "=" in kind else f",gpu_type={kind}" if kind else ""
-        return [*lines, *([f"#$ -l gpu={request.gpus}{kind}"] if request.gpus else [])]
+        return [*lines, f"#$ -l gpu={request.gpus}{kind}"]
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         folder = one_line(request.folder, "the folder of logs")

@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -110,6 +110,7 @@ class SlurmQueue(Queue):
 
     title = "SLURM"
     jobqueue = ("slurm", "SLURMJob")
+    keywords = ("gpu_request",)
     programs = ("sbatch", "squeue", "scancel")
     denied = re.compile(r"Access/permission denied", re.I)
     gone = re.compile(r"Invalid job id specified|already complet", re.I)
@@ -158,16 +159,22 @@ class SlurmQueue(Queue):
         self._site: dict[str, str] = {}
         self._shown: set[str] = set()  # by the last query
 
-    @classmethod
-    def of_cluster(cls, keywords: dict[str, Any]) -> SlurmQueue:
-        return cls(keywords.pop("gpu_request", None) or "gres")
-
     # What the script says
 
     def name_directive(self, name: str) -> str:
         return f"--job-name={double_quoted(name, 'job_name')}"
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
+        """Add the option for the GPUs; of several ``--gres`` sbatch takes the last."""
+        kind = f"{one_line(request.gpu_type, 'gpu_type')}:" if request.gpu_type else ""
+        count = request.gpus if self.gpu_request == "gpus" else request.gpus // request.nodes
+        value = f"{kind}{count}"
+        if self.gpu_request == "gres":
+            others = [other for line in lines for other in option_values(line, "--gres")]
+            value = ",".join([f"gpu:{value}", *others])
+        return [*lines, f"#SBATCH --{self.gpu_request}={self.quote(value)}"]
+
+    def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         for line in lines:
             if found := next(filter(re.compile("-M|--clusters?(=|$)").match, _words(line)), None):
                 raise UsageError(
@@ -177,20 +184,6 @@ class SlurmQueue(Queue):
         if request.nodes > 1:
             lines = [line for line in lines if line != "#SBATCH -n 1"]
             lines.append(f"#SBATCH --nodes={request.nodes} --ntasks-per-node=1")
-        return [*lines, f"#SBATCH {self._gpus(lines, request)}"] if request.gpus else lines
-
-    def _gpus(self, lines: Sequence[str], request: Request) -> str:
-        """Return the option for the GPUs; of several ``--gres`` sbatch takes the last."""
-        kind = f"{one_line(request.gpu_type, 'gpu_type')}:" if request.gpu_type else ""
-        if self.gpu_request == "gpus":
-            return f"--gpus={self.quote(f'{kind}{request.gpus}')}"
-        per_node = f"{kind}{request.gpus // request.nodes}"
-        if self.gpu_request == "gpus-per-node":
-            return f"--gpus-per-node={self.quote(per_node)}"
-        others = [value for line in lines for value in option_values(line, "--gres")]
-        return f"--gres={self.quote(','.join([f'gpu:{per_node}', *others]))}"
-
-    def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         name = SINGLE_LOG if request.alone else ARRAY_LOG
         log = os.path.join(request.folder.replace("%", "%%"), name)
         comment = f"#SBATCH --comment={double_quoted(request.tag, 'the tag')}"

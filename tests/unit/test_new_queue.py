@@ -28,17 +28,14 @@ class ToyQueue(Queue):
     job_id = '"$TOY_JOB"'
     gpu_example = "#PBS -l toys=1"
 
-    @classmethod
-    def of_cluster(cls, keywords):
-        queue = cls()
-        queue.colour = keywords.pop("colour", "red")
-        return queue
+    def __init__(self, colour="red"):
+        self.colour = colour
 
     def with_gpus(self, lines, request):
-        return [*lines, f"#PBS -l toys={request.gpus}"] if request.gpus else lines
+        return [*lines, f"#PBS -l toys={request.gpus}"]
 
     def with_directives(self, lines, job, request):
-        return [*lines, f"#PBS -tag {request.tag}", f"#PBS -colour {getattr(self, 'colour', '')}"]
+        return [*lines, f"#PBS -tag {request.tag}", f"#PBS -colour {self.colour}"]
 
     async def submit(self, script, count):
         return [(await self.take(script, r"^toy-\\d+$", "toysub", script))[0]]

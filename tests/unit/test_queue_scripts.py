@@ -366,6 +366,7 @@ def test_a_plain_job_and_what_no_job_can_be(kind: str):
     assert "gpu" not in text.lower()
     assert "does not take" not in text  # of the name
     assert "dask-worker" in text
+    assert "-l nodes=1:ppn=8,mem=64GB\n" in text or kind != "Moab"
     with pytest.raises(UsageError, match=r"nodes_per_job=2.*SLURM only"):
         script(kind, nodes=2, **KINDS[kind])
     with pytest.raises(UsageError, match="line end"):
