@@ -119,12 +119,7 @@ class OarQueue(Queue):
 
     async def submit(self, script: str, count: int) -> list[str]:
         text = await helpers.read(script)
-        options = [
-            word
-            for line in text.splitlines()
-            if line.startswith("#OAR ")
-            for word in shlex.split(line.removeprefix("#OAR "))
-        ]
+        options = shlex.split("\n".join(re.findall("^#OAR (.*)", text, re.M)))
         if count > 1:
             options += ["--array", str(count)]
         done = await self.run("oarsub", *options, _command(script, text))
@@ -157,10 +152,9 @@ class OarQueue(Queue):
 
 def _command(script: str, text: str) -> str:
     """Return the command that the node runs; oarstat shows it, so it holds the tag."""
-    tag = re.search(f"^{TAG}(\\S+)", text, re.M)
+    tags = [f"HPCDASK_TAG={tag}" for tag in re.findall(f"^{TAG}(\\S+)", text, re.M)]
     interpreter = shlex.split(text.partition("\n")[0].removeprefix("#!"))
-    setting = [f"HPCDASK_TAG={tag[1]}"] if tag else []
-    return shlex.join(["env", *setting, *interpreter, os.path.abspath(script)])
+    return shlex.join(["env", *tags, *interpreter, os.path.abspath(script)])
 
 
 def _add(spec: str, request: Request) -> str:

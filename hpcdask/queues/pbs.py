@@ -142,12 +142,8 @@ class PbsQueue(Queue):
             raise self.failed(done)
         # The server's name may be shortened
         shown = {name.split(".")[0]: facts for name, facts in _parse_qstat(done.stdout).items()}
-        numbers = {job: job.split(".")[0] for job in ids}
-        return {
-            job: _read_job(job, shown[number], torque)
-            for job, number in numbers.items()
-            if number in shown
-        }
+        found = {job: shown.get(job.split(".")[0]) for job in ids}
+        return {job: _read_job(job, facts, torque) for job, facts in found.items() if facts}
 
     async def tagged(self) -> dict[str, str]:
         text = await self.answer("qstat", "-f", "-t", "-1" if await self.is_torque() else "-w")

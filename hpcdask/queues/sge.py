@@ -126,13 +126,10 @@ class SgeQueue(Queue):
         if not numbers:
             return {}
         text = await self.answer("qstat", "-j", ",".join(numbers), "-xml")
-        tags = {}
-        for element in helpers.read_xml(text, "qstat").iter("element"):
-            for context in element.findall("JB_context/context_list"):
-                if context.findtext("VA_variable") == "HPCDASK_TAG":
-                    number = element.findtext("JB_job_number", "")
-                    tags[number] = context.findtext("VA_value", "")
-        return {job: tags[job.split(".")[0]] for job in jobs if job.split(".")[0] in tags}
+        path = "JB_context/context_list[VA_variable='HPCDASK_TAG']/VA_value"
+        elements = helpers.read_xml(text, "qstat").iter("element")
+        tags = {one.findtext("JB_job_number"): one.findtext(path) for one in elements}
+        return {job: tag for job in jobs if (tag := tags.get(job.split(".")[0]))}
 
 
 # What qstat and qacct say
@@ -146,22 +143,16 @@ def parse_qstat(text: str) -> list[QueueStatus]:
         letters = element.findtext("state", "")
         start = element.findtext("JAT_start_time", "")[:19]
         started = helpers.unix_time(start, "%Y-%m-%dT%H:%M:%S")
-        limits = [
-            request.text or ""
-            for request in element.findall("hard_request")
-            if request.get("name") == "h_rt"
-        ]
-        walltime = float(limits[0]) if limits and re.fullmatch(r"[\d.]+", limits[0]) else None
+        limit = element.findtext("hard_request[@name='h_rt']", "")
+        walltime = float(limit) if re.fullmatch(r"[\d.]+", limit) else None
         ends = started + walltime if started and walltime else None
         state, reason = _state(letters, number)
         nodes = element.findtext("queue_name", "").partition("@")[2]
         stuck = reason.startswith(ERROR)
         tasks = helpers.elements(element.findtext("tasks", ""))
-        ids = [f"{number}.{task}" for task in tasks]
-        jobs += [
-            QueueStatus(job, state, reason, None, 0, started, ends, nodes, stuck)
-            for job in ids or [number]
-        ]
+        for job in [f"{number}.{task}" for task in tasks] or [number]:
+            facts = (state, reason, None, 0, started, ends, nodes, stuck)
+            jobs.append(QueueStatus(job, *facts))
     return jobs
 
 
