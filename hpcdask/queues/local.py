@@ -122,8 +122,9 @@ class LocalQueue(Queue):
             )
         submitter = f"{os.getpid()}.{process_start(os.getpid())}"
         ids = [f"{submitter}.{next(_numbers)}" for _ in range(count)]
-        for job_id in ids:
-            self._entries[job_id] = Entry(QueueStatus(job_id, QueueState.PENDING), script, **asked)
+        waiting = [QueueStatus(job_id, QueueState.PENDING) for job_id in ids]
+        new = {one.id: Entry(one, script, **asked) for one in waiting}
+        self._entries = self._entries | new  # the thread may be reading the old one
         await asyncio.to_thread(self._act)
         return ids
 
