@@ -13,7 +13,7 @@ import pytest
 from dask_jobqueue.slurm import SLURMJob
 
 from clock import clock
-from hpcdask.errors import QueueError, Refused
+from hpcdask.errors import Refused
 from hpcdask.queues.base import Request
 from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
 from hpcdask.queues.slurm import SlurmQueue
@@ -314,12 +314,6 @@ def test_too_many_for_one_array_may_be_fewer(door):
     with pytest.raises(Refused, match="Invalid job array specification") as caught:
         door.submit(count=limit + 1)
     assert caught.value.for_now
-
-
-def test_sbatch_that_answers_something_else(door, monkeypatch):
-    wrap("sbatch", door.folder, monkeypatch).behave("echo Welcome; exit")
-    with pytest.raises(QueueError, match=r"answered 'Welcome' instead of a job's id\. See with sq"):
-        door.submit()
 
 
 def test_greetings_and_clusters_before_and_after_the_id(door, monkeypatch):

@@ -377,19 +377,13 @@ def test_oars_own_copy_of_a_job_is_told_of():
     assert site.ran == ["oarstat -f -J -j 41"]
 
 
-#: sge_accounting(5), sge_status(5)
-ACCOUNTS = """\
-==============================================================
-qname        gpu.q
-hostname     n1
-jobnumber    4
-taskid       {task}
-start_time   Fri Nov 20 22:00:00 2026
-failed       {failed}
-exit_status  {code}
-ru_wallclock {seconds}s
-category     -l gpu=1,h_rt=1800
-"""
+def account(task: int, failed: str, code: int, seconds: int) -> str:
+    """Grid Engine: sge_accounting(5), sge_status(5)."""
+    return (
+        f"{'=' * 62}\nhostname     n1\njobnumber    4\ntaskid       {task}\n"
+        f"start_time   Fri Nov 20 22:00:00 2026\nfailed       {failed}\nexit_status  {code}\n"
+        f"ru_wallclock {seconds}s\ncategory     -l gpu=1,h_rt=1800\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -406,8 +400,8 @@ category     -l gpu=1,h_rt=1800
 def test_accounts_of_grid_engine(
     failed: str, code: int, seconds: int, state: QueueState, reason: str
 ):
-    queue, facts = SgeQueue(), {"failed": failed, "code": code, "seconds": seconds}
-    site = Site(queue, {"qacct": "".join(ACCOUNTS.format(task=n, **facts) for n in (1, 2))})
+    queue = SgeQueue()
+    site = Site(queue, {"qacct": "".join(account(n, failed, code, seconds) for n in (1, 2))})
     seen = do(queue.departed(["4.1", "4.2", "4.3"]))
     assert site.ran == ["qacct -j 4"]
     assert set(seen) == {"4.1", "4.2"}

@@ -52,6 +52,25 @@ def directives(kind: str, **keywords: Any) -> list[str]:
 
 #: Jobs of each system, with the manual that the lines between first and prologue were checked with.
 GOLDEN: dict[str, tuple[dict[str, Any], str]] = {
+    # SLURM: sbatch(1), -J, -p, -A, --gres, --comment, --output with %A and %a.
+    "SLURM": (
+        {"folder": ODD_FOLDER, "queue": "gpu", "account": "my account", "gpu_type": "a100"},
+        """\
+#SBATCH --job-name="it's my; job"
+#SBATCH -p gpu
+#SBATCH -A "my account"
+#SBATCH -n 1
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=64G
+#SBATCH -t 00:30:00
+#SBATCH --gres=gpu:a100:2
+#SBATCH --comment="hpcdask:ab12cd34"
+#SBATCH --output="/home/ann/it's \\"old\\"; $1/logs/queue-%A_%a.log"
+
+export HPCDASK_JOB_ID=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+\
+_$SLURM_ARRAY_TASK_ID} HPCDASK_RESTARTS=${SLURM_RESTART_COUNT:-0}
+""",
+    ),
     # PBS Professional: qsub(1B), "Requesting Resources" (select, ngpus), -N, -A, -v, -j, -o, -W.
     # The reader of directives joins adjacent quoted pieces, as a shell does.
     "PBS": (

@@ -35,7 +35,7 @@ def answer(monkeypatch, **answers: str | tuple[int, str]) -> list[tuple[str, ...
     return calls
 
 
-def job(*extra: str, header=(), prologue=(), skip=()):
+def job(*extra: str, header=()):
     """Return what a door uses of dask-jobqueue's Job."""
     usual = ("-J placeholder", "-p gpu", "-n 1", "--cpus-per-task=8", "--mem=60G", "-t 02:00:00")
     lines = [f"#SBATCH {option}" for option in (*(header or usual), *extra)]
@@ -43,8 +43,8 @@ def job(*extra: str, header=(), prologue=(), skip=()):
         shebang="#!/usr/bin/env bash",
         job_header="\n".join(lines),
         job_extra_directives=list(extra),
-        job_directives_skip=set(skip),
-        _job_script_prologue=list(prologue),
+        job_directives_skip=set(),
+        _job_script_prologue=[],
     )
 
 
@@ -58,36 +58,6 @@ def request_of(**changes) -> Request:
 def directives(request: Request, queue: SlurmQueue | None = None, job=USUAL) -> list[str]:
     script = (queue or SlurmQueue()).script(job, request, [], "true")
     return [line for line in script.splitlines() if line.startswith("#SBATCH")]
-
-
-def test_script():
-    script = SlurmQueue().script(
-        job("--constraint=h200", prologue=("module load cuda",)),
-        request_of(gpu_type="h200", gpus=2),
-        ["umask 077", "exec >>log 2>&1"],
-        "exec python -m hpcdask.worker",
-    )
-    assert (
-        script
-        == """\
-#!/usr/bin/env bash
-#SBATCH --job-name="train"
-#SBATCH -p gpu
-#SBATCH -n 1
-#SBATCH --cpus-per-task=8
-#SBATCH --mem=60G
-#SBATCH -t 02:00:00
-#SBATCH --constraint=h200
-#SBATCH --gres=gpu:h200:2
-#SBATCH --comment="hpcdask:ab12"
-#SBATCH --output="/home/me/logs/queue-%A_%a.log"
-
-umask 077
-exec >>log 2>&1
-module load cuda
-exec python -m hpcdask.worker
-"""
-    )
 
 
 @pytest.mark.parametrize(
