@@ -9,7 +9,6 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,11 +308,3 @@ def test_a_job_is_seen_while_its_processes_come_and_go(site: Site):
     wait_for(lambda: site.output(job_id))
     assert all(ask(queue, job_id) is not None for _ in range(100))
     cancel(queue, [job_id])
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 90), ("90s", 90), ("5min", 300), ("1h30m", 5400), ("00:30:00", 1800)],
-)
-def test_walltimes(text: str, seconds: int):
-    assert LocalQueue.parse_walltime(text) == timedelta(seconds=seconds)
