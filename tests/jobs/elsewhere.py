@@ -16,19 +16,18 @@ import numpy as np
 
 import hpcdask
 from hpcdask.client.gang import RankContext
-from hpcdask.clusters import options
 from hpcdask.errors import GangError
 from hpcdask.queues.local import LocalQueue
 
 shared, node, login_link, node_link, *what = sys.argv[1:]
 
 
-class NodeQueue(LocalQueue):
-    """Processes of this machine, which run on the node."""
+submit_here = LocalQueue.submit
 
-    async def submit(self, script: str, count: int) -> list[str]:
-        """Submit what runs the script on the node."""
-        return await super().submit(wrapped(script), count)
+
+async def submit(queue: LocalQueue, script: str, count: int) -> list[str]:
+    """Submit what runs the script on the node."""
+    return await submit_here(queue, wrapped(script), count)
 
 
 def wrapped(script: str) -> str:
@@ -80,7 +79,7 @@ def lose_the_node(client) -> None:
 
 
 if __name__ == "__main__":
-    options._local_queue = lambda settings: (NodeQueue(), {})
+    LocalQueue.submit = submit
     with (
         hpcdask.LocalCUDAJobCluster(
             device="cpu",
