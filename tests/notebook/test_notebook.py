@@ -15,15 +15,15 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 import browser
-from desk import JOBSCRIPTS, Desk, read, shown
 from launching import run_cli, wait_for
+from slurm_site import SlurmSite
 
 if TYPE_CHECKING:
     import nbformat
-    from nbclient import NotebookClient
 
 pytestmark = [pytest.mark.slurm]
 
+JOBSCRIPTS = Path(__file__).parents[2] / "jobscripts"
 NOTEBOOKS = sorted(path.name for path in JOBSCRIPTS.glob("*.ipynb"))
 JOB = {"cores": 1, "memory": "512MiB", "walltime": "00:10:00", "poll_interval": "1s"}
 OPTIONS = {"device": "cpu", "gpus_per_job": 1, **JOB}
@@ -47,11 +47,33 @@ return {
 """
 
 
-def executor(notebook: nbformat.NotebookNode) -> NotebookClient:
-    """Return what executes a notebook; nbformat takes 8 s to compile a grammar."""
+def execute(notebook: nbformat.NotebookNode, where: dict) -> None:
     from nbclient import NotebookClient
 
-    return NotebookClient(notebook, timeout=600, startup_timeout=300)
+    NotebookClient(notebook, timeout=600, startup_timeout=300).execute(**where)
+
+
+def read(name: str, parameters: str) -> nbformat.NotebookNode:
+    """Return a notebook of jobscripts with another content of the cell tagged ``parameters``."""
+    import nbformat  # 8 s: its check of addresses compiles a grammar
+
+    notebook = nbformat.read(JOBSCRIPTS / name, as_version=4)
+    (tagged,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
+    tagged.source = parameters
+    return notebook
+
+
+def shown(notebook: nbformat.NotebookNode, cell_id: str, kind: str = "text/plain") -> str:
+    """Return what this cell printed, or displayed in this form."""
+    (cell,) = (cell for cell in notebook.cells if cell.id == cell_id)
+    return "".join(
+        output.text if output.output_type == "stream" else output.data.get(kind, "")
+        for output in cell.outputs
+    )
+
+
+def jobs(site: SlurmSite) -> str:
+    return site.run("squeue", "-h").stdout
 
 
 def adaptive(chunks: int, side: int) -> nbformat.NotebookNode:
@@ -78,15 +100,14 @@ def test_it_is_kept_without_outputs(name: str):
         assert cell.cell_type == "markdown" or (not cell.outputs and cell.execution_count is None)
 
 
-def test_end_to_end(desk: Desk, tmp_path: Path):
+def test_end_to_end(site: SlurmSite, where: dict, tmp_path: Path):
     notebook = adaptive(chunks=40, side=400)
-    client = executor(notebook)
-    client.execute(env=desk.env, cwd=str(desk.home))
+    execute(notebook, where)
 
     script = shown(notebook, "script")
     assert "#SBATCH --gres=gpu:1\n" in script
     assert "-m hpcdask.worker --scheduler tls://" in script
-    (kept,) = desk.home.glob(".hpcdask/*/script.sh")
+    (kept,) = Path(where["cwd"]).glob(".hpcdask/*/script.sh")
     assert f"{kept.read_text()}\n" == script
 
     assert states(shown(notebook, "compute")) & {"starting", "running"}
@@ -97,7 +118,7 @@ def test_end_to_end(desk: Desk, tmp_path: Path):
     assert re.search(r"Jobs:</strong> .*[1-3] (starting|running)", summary)
     assert abs(float(shown(notebook, "result")) - 11) < 0.01
     assert states(shown(notebook, "idle")) <= {"completed", "cancelled"}
-    assert not desk.jobs()
+    assert not jobs(site)
     look_at(summary, tmp_path)
 
 
@@ -133,13 +154,13 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.long
-def test_genomics(desk: Desk):
+def test_genomics(site: SlurmSite, where: dict):
     parameters = (
-        f"folder = {str(desk.home)!r}\nshape, rows = (6_000, 300), 500\n"
+        f"folder = {where['cwd']!r}\nshape, rows = (6_000, 300), 500\n"
         f"n_populations = 3\ndevice = 'cpu'\noptions = {JOB}\nworkers = 2"
     )
     notebook = read("genomics.ipynb", parameters)
-    executor(notebook).execute(env=desk.env, cwd=str(desk.home))
+    execute(notebook, where)
     assert "SLURMCUDACluster(" in shown(notebook, "cluster")
     kept, *_ = re.findall(r"([\d,]+) variants kept", shown(notebook, "structure"))
     assert 4_000 < int(kept.replace(",", "")) < 6_000
@@ -147,32 +168,31 @@ def test_genomics(desk: Desk):
     drawn = shown(notebook, "plot", "application/javascript")
     assert "Variance along each axis" in drawn
     assert not re.search(r"<script[^>]+src=", html.unescape(shown(notebook, "plot", "text/html")))
-    assert (desk.home / "genotypes.zarr" / "zarr.json").exists()
-    assert not desk.jobs()
+    assert Path(where["cwd"], "genotypes.zarr", "zarr.json").exists()
+    assert not jobs(site)
 
 
-def test_a_notebook_comes_back_to_its_cluster(desk: Desk):
+def test_a_notebook_comes_back_to_its_cluster(site: SlurmSite, where: dict):
     """Two runs of the notebook, one cluster: the second finds what the first has published."""
     job = ("--cores", "1", "--memory", "512MiB", "--walltime", "00:10:00")
     scheduler = '{"cores": 1, "memory": "512MiB"}'
     more = ("--device", "cpu", "--poll-interval", "1s", "--scheduler-job", scheduler)
-    where = {"env": desk.env, "cwd": desk.home}
     run_cli("up", "mine", "--system", "slurm", *job, *more, **where)
     parameters = 'name = "mine"\nmaximum = 2\nchunks, side = 20, 400\ndevice = "cpu"'
     for said in ("published\n", "an earlier run has published them\n"):
         notebook = read("attach.ipynb", parameters)
-        executor(notebook).execute(env=desk.env, cwd=str(desk.home))
+        execute(notebook, where)
         assert shown(notebook, "publish") == said
         assert abs(float(shown(notebook, "result")) - 11) < 0.01
-        assert desk.jobs()
+        assert jobs(site)
     run_cli("down", "mine", **where)
 
 
 @pytest.mark.long
-def test_no_job_outlives_a_kernel_that_is_killed(desk: Desk):
+def test_no_job_outlives_a_kernel_that_is_killed(site: SlurmSite, where: dict):
     """In the middle of the computation; the last cells never run."""
     notebook = adaptive(chunks=20_000, side=400)
-    manager, client = start_new_kernel(startup_timeout=300, env=desk.env, cwd=str(desk.home))
+    manager, client = start_new_kernel(startup_timeout=300, **where)
     try:
         for cell in notebook.cells:
             if cell.cell_type == "code":
@@ -180,10 +200,10 @@ def test_no_job_outlives_a_kernel_that_is_killed(desk: Desk):
                 assert reply["content"]["status"] == "ok", reply
             if cell.id == "summary":
                 break
-        assert desk.jobs()
+        assert jobs(site)
         client.stop_channels()
         os.kill(manager.provisioner.pid, signal.SIGKILL)
-        wait_for(lambda: not desk.jobs(), 30, "the queue to be empty", interval=0.2)
+        wait_for(lambda: not jobs(site), 30, "the queue to be empty", interval=0.2)
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
