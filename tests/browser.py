@@ -6,8 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +67,3 @@ def photograph(folder: Path, body: str, picture: Path, size: tuple[int, int]) ->
     page = folder / "photographed.html"
     page.write_text(f"<!DOCTYPE html><meta charset='utf-8'>{body}")
     run(folder, "--window-size={},{}".format(*size), f"--screenshot={picture}", page.as_uri())
-
-
-if __name__ == "__main__":  # PAGE.html PICTURE.png WIDTH HEIGHT
-    with tempfile.TemporaryDirectory() as made:
-        source, picture, *pixels = sys.argv[1:]
-        width, height = map(int, pixels)
-        photograph(Path(made), Path(source).read_text(), Path(picture), (width, height))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import html
 import os
 import re
-import shutil
 import signal
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +25,7 @@ JOBSCRIPTS = Path(__file__).parents[2] / "jobscripts"
 NOTEBOOKS = sorted(path.name for path in JOBSCRIPTS.glob("*.ipynb"))
 JOB = {"cores": 1, "memory": "512MiB", "walltime": "00:10:00", "poll_interval": "1s"}
 OPTIONS = {"device": "cpu", "gpus_per_job": 1, **JOB}
-#: With HPCDASK_PICTURES set, the test takes it anew.
+#: Of what a notebook shows, for docs; with HPCDASK_PICTURES set, the test takes it anew.
 PICTURE = Path(__file__).parents[2] / "docs" / "pictures" / "cluster.png"
 SIZE = (760, 245)
 SEEN = """
@@ -134,23 +132,11 @@ def look_at(summary: str, folder: Path) -> None:
     assert "SLURMCUDACluster" in seen["text"]
     assert "Dashboard: http://" in seen["text"]
 
-    # Not this machine's addresses
-    told = re.sub(r"//[\w.]+:(\d+)", r"//10.0.0.1:\1", summary)
-    body = told.replace("<details><summary><strong>Jobs", "<details open><summary><strong>Jobs")
-    style = "<style>body {font: 13px sans-serif; margin: 12px} td, th {padding: 2px 12px 2px 0}"
-    taken = folder / "cluster.png"
-    browser.photograph(folder, f"{style}</style>{body}", taken, SIZE)
     if os.environ.get("HPCDASK_PICTURES"):
-        PICTURE.parent.mkdir(exist_ok=True)
-        shutil.copyfile(taken, PICTURE)
-    assert png_size(taken) == png_size(PICTURE) == SIZE
-    assert 5_000 < PICTURE.stat().st_size < 150_000
-
-
-def png_size(path: Path) -> tuple[int, int]:
-    head = path.read_bytes()[:24]
-    assert head.startswith(b"\x89PNG")
-    return struct.unpack(">II", head[16:])
+        told = re.sub(r"//[\w.]+:(\d+)", r"//10.0.0.1:\1", summary)  # not this machine's
+        body = told.replace("<details><summary><strong>Jobs", "<details open><summary><strong>Jobs")
+        style = "<style>body {font: 13px sans-serif; margin: 12px} td, th {padding: 2px 12px 2px 0}"
+        browser.photograph(folder, f"{style}</style>{body}", PICTURE, SIZE)
 
 
 @pytest.mark.long
