@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import textwrap
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from html import escape
 from typing import Any, Self, cast
 
@@ -51,14 +51,13 @@ class BaseCluster(Cluster):
             self.close()
             raise
 
-    def close(self, timeout: float | None = None) -> Awaitable[None] | None:
+    def close(self, timeout: float | None = None) -> Any:
         """Close this object, and stop the event loop that it started."""
         try:
-            result: Awaitable[None] | None = super().close(timeout)
+            return super().close(timeout)
         finally:
             if not self.asynchronous and self.status == Status.closed:
                 upstream.loop_runner(self).stop()
-        return result
 
     async def _ready(self) -> Self:
         try:

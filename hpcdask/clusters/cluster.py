@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from subprocess import Popen
 from typing import Any, ClassVar, Self, cast
 
@@ -177,14 +177,11 @@ class JobCluster(BaseCluster):
             resources = group.spec.all_resources(on_gpu=group.on_gpu)
             self.controller.add_group(name, group.workers, group.policy, **resources)
         self.controller.start()
-        self.controller.spawn(self._prune())
+        self.controller.spawn(asyncio.to_thread(prune, self.options.base))
         scheduler.extensions[MOST_WORKERS] = self._most_workers
         await super()._start()
         if wishes := {name: one.n_workers for name, one in self.groups.items() if one.n_workers}:
             await self._scale(wishes)
-
-    async def _prune(self) -> None:
-        await asyncio.to_thread(prune, self.options.base)
 
     def _make_folders(self) -> ClusterFolder:
         if self._folder is None:
@@ -200,13 +197,9 @@ class JobCluster(BaseCluster):
         return self._folder
 
     async def _close(self) -> None:
-        await asyncio.shield(self.begin_to_end())  # who waits may give up, and close again
-
-    def begin_to_end(self) -> asyncio.Future[None]:
-        """Begin to end the cluster, unless that is under way."""
         if self._ending is None:
             self._ending = asyncio.ensure_future(self._end())
-        return self._ending
+        await asyncio.shield(self._ending)  # who waits may give up, and close again
 
     async def _end(self) -> None:
         self.status = Status.closing
@@ -235,7 +228,7 @@ class JobCluster(BaseCluster):
             watchdog.dismiss(self._watchdog)
         self._exits.close()
 
-    def close(self, timeout: float | None = None) -> Awaitable[None] | None:
+    def close(self, timeout: float | None = None) -> Any:
         """Cancel all jobs, wait until the queue no longer has them, and stop the scheduler.
 
         Parameters

@@ -406,7 +406,7 @@ class Controller:
     warned: dict[str, float] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _nannies: dict[str, str] = field(default_factory=dict)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def add_group(self, name: str, size: int, policy: Policy, **resources: float) -> Group:
         """Add a group of jobs of `size` workers, each of which has these resources."""
@@ -444,7 +444,7 @@ class Controller:
         """Decide again, since something has changed."""
         self._changed.set()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         """Start a task that ends with the controller."""
         task = asyncio.create_task(work)
         self._tasks.add(task)

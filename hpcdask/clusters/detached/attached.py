@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -108,7 +107,7 @@ class AttachedCluster(BaseCluster):
         await super()._close()
         self._exits.close()
 
-    def close(self, timeout: float | None = None) -> Awaitable[None] | None:
+    def close(self, timeout: float | None = None) -> Any:
         """Detach: the cluster and its jobs go on. To end them: `shutdown`."""
         return super().close(timeout)
 

@@ -97,7 +97,7 @@ class Control:
         ended = ClusterError(f"the cluster {self.request.name} has ended: {why}")
         if retire.fail_waiting(self.scheduler, ended, states=(*retire.WAITING, "processing")):
             await asyncio.sleep(TELL_S)
-        await self.cluster.begin_to_end()
+        await self.cluster.close()
         detached.mark_ended(self.folder, why)
 
     def end(self, why: str) -> None:
