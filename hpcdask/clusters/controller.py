@@ -35,9 +35,9 @@ SHUT_DOWN = (
 BACK_OFF_S = 120.0
 #: Seconds between two attempts to submit at a limit of the site; doubled up to the second number.
 RETRY_S = (15.0, 300.0)
-#: Pause after a step in seconds for each job, and at most: a step looks at all jobs and takes about
-#: 0.015 ms for each, and many workers may come at once.
-STEP_PAUSE_S, STEP_PAUSE_MAX_S = 1e-3, 1.0
+#: Pause after a step in seconds for each job, at most 1 s in all: a step looks at all jobs and takes
+#: about 0.015 ms for each, and many workers may come at once.
+STEP_PAUSE_S = 1e-3
 #: Seconds in which a warning on the same subject is not repeated.
 WARNED_S = 3600.0
 #: Part of the margin before the walltime in which workers that nobody could relieve are given up.
@@ -132,15 +132,11 @@ class Group:
         wanted = (ts.resource_restrictions or {}).items()
         return all(self.resources.get(name, 0) >= amount for name, amount in wanted)
 
-    @property
-    def waits(self) -> str:
-        """Return why jobs may wait for ever; empty if none does."""
-        found = self._lasting().values()
-        return self._named("; ".join(found)) if found else ""
-
-    def _lasting(self) -> dict[str, str]:
+    def waits(self) -> dict[str, str]:
+        """Return a text on jobs that may wait for ever, by the queue's reasons."""
         reports = [job.report() for job in self.active()]
-        return lasting(reports, type(self.controller.queue))
+        found = lasting(reports, type(self.controller.queue))
+        return {reason: self._named(text) for reason, text in found.items()}
 
     def _named(self, error: HpcdaskError | str) -> str:
         """Return a text with the group's name, if it has one."""
@@ -212,9 +208,8 @@ class Group:
             if stuck or (ended and not meant and after.state is not JobState.COMPLETED):
                 controller.spawn(self._tell_end(after))
         if answer and not controller.closing:
-            for reason, text in self._lasting().items():  # once for each
-                subject = f"waits {reason.partition(',')[0]} {self.name}"
-                controller.warn(subject, self._named(text))
+            for reason, text in self.waits().items():
+                controller.warn(f"waits {reason.partition(',')[0]} {self.name}", text)
 
     async def _tell_end(self, job: Job) -> None:
         """Say that a job has ended, after a look at its logs, whose disk may be slow."""
@@ -438,7 +433,7 @@ class Controller:
     @property
     def waits(self) -> str:
         """Return why jobs may wait for ever; empty if none does."""
-        return "; ".join(filter(None, (group.waits for group in self.groups.values())))
+        return "; ".join(text for group in self.groups.values() for text in group.waits().values())
 
     def wake(self) -> None:
         """Decide again, since something has changed."""
@@ -573,7 +568,7 @@ class Controller:
             except Exception as error:  # a mistake here must not leave the jobs unwatched
                 self.say(f"error: {type(error).__name__}: {error}")
                 await asyncio.sleep(self.poll_interval_s)
-            await asyncio.sleep(min(STEP_PAUSE_MAX_S, STEP_PAUSE_S * len(self.live())))
+            await asyncio.sleep(min(1.0, STEP_PAUSE_S * len(self.live())))
 
     def step(self) -> None:
         """Look at the workers, and do what is to be done for each group."""
