@@ -35,8 +35,8 @@ SHUT_DOWN = (
 BACK_OFF_S = 120.0
 #: Seconds between two attempts to submit at a limit of the site; doubled up to the second number.
 RETRY_S = (15.0, 300.0)
-#: Pause after a step in seconds for each job, at most 1 s in all: a step looks at all jobs and takes
-#: about 0.015 ms for each, and many workers may come at once.
+#: Pause after a step in seconds for each job, at most 1 s in all: a step takes about 0.015 ms for
+#: each, and many workers may come at once.
 STEP_PAUSE_S = 1e-3
 #: Seconds in which a warning on the same subject is not repeated.
 WARNED_S = 3600.0
