@@ -203,17 +203,13 @@ class JobAdaptive(Adaptive):
 
     async def adapt(self) -> None:
         """Wish for what each group needs, and do not wait: the next look may find less."""
-        needed = self.needed()
+        needed, controller = self.needed(), self.cluster.controller
+        assert controller is not None
         for name, (least, most) in self.bounds.items():
-            self.follow(name, int(max(least, min(most, needed[name]))))
-
-    def follow(self, name: str, target: int) -> None:
-        """Wish for this many workers of a group: more at once, fewer if other looks agree."""
-        assert self.cluster.controller is not None
-        group, looks = self.cluster.controller.groups[name], self._looks[name]
-        looks.append(target)
-        planned = len(group.names())
-        if target > planned:
-            group.want(target)
-        elif len(looks) == looks.maxlen and max(looks) < planned:
-            group.want(max(looks))
+            group, looks = controller.groups[name], self._looks[name]
+            looks.append(int(max(least, min(most, needed[name]))))
+            planned = len(group.names())
+            if looks[-1] > planned:
+                group.want(looks[-1])
+            elif len(looks) == looks.maxlen and max(looks) < planned:
+                group.want(max(looks))

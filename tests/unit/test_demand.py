@@ -79,9 +79,10 @@ def test_up_at_once_and_down_when_several_looks_agree():
         group = control().groups[""]
         group.want(5)
         cluster: Any = SimpleNamespace(controller=group.controller)
-        adaptive = JobAdaptive(cluster, {"": (0, 9)}, interval=0, wait_count=3)
+        adaptive: Any = JobAdaptive(cluster, {"": (0, 9)}, interval=0, wait_count=3)
         for target, wanted in [(5, 5), (2, 5), (3, 5), (2, 3), (9, 9), (0, 9), (0, 9), (0, 0)]:
-            adaptive.follow("", target)
+            adaptive.needed = lambda target=target: {"": target}
+            await adaptive.adapt()
             assert group.wanted == wanted, target
 
     asyncio.run(check())
