@@ -12,8 +12,6 @@ from .folder import list_clusters
 if TYPE_CHECKING:
     from distributed import Security
 
-__all__ = ["load_security"]
-
 
 def load_security(info: Mapping[str, str]) -> Security | None:
     """Return the keys for ``Client(address)``: a ``distributed.client.security-loader``.

@@ -45,10 +45,6 @@ class User:
         return {row["job"]: row for row in rows if row["cluster"] in names}
 
 
-def processes(folder: ClusterFolder) -> list:
-    return leftovers(folder.tag)
-
-
 @pytest.fixture
 def user(tmp_path: Path) -> Iterator[User]:
     user = User(tmp_path / "base")
@@ -83,14 +79,14 @@ def test_down_ends_what_was_left_and_nothing_else(user):
     ]
     try:
         done = user.hpcdask("down", "--dead", "--yes")
-        assert [process.pid for process in processes(left)] == [strangers[2].pid]
+        assert [process.pid for process in leftovers(left.tag)] == [strangers[2].pid]
         assert not left.keys.exists()
         assert ClusterFolder.open(left.path).ended is not None
         assert f"{left.name}: cancelling" in done.stdout
         assert all(job_id in done.stdout for job_id in left.submitted())
         assert f"{left.name}: 2 jobs cancelled and gone; no keys are left" in done.stdout
         assert f"{living.name}: kept 2 jobs: notebook, process {living.owner.pid}" in done.stdout
-        assert len(processes(living)) >= 2
+        assert len(leftovers(living.tag)) >= 2
         assert living.keys.exists()
         assert [process.poll() for process in strangers] == [None] * 3
     finally:
@@ -110,15 +106,15 @@ def test_down_of_a_name(user):
     assert left.name in line
     done = user.hpcdask("down", "--dead", code=2)
     assert f"Cancel 2 jobs of {left.name}? Nobody is there to ask: --yes is needed" in done.stderr
-    assert len(processes(left)) >= 2
-    assert len(processes(living)) >= 2
+    assert len(leftovers(left.tag)) >= 2
+    assert len(leftovers(living.tag)) >= 2
 
     done = user.hpcdask("down", living.name)
-    assert not processes(living)
+    assert not leftovers(living.tag)
     assert "still runs and may submit others" in done.stdout
     assert living.keys.exists()  # the notebook's own
     assert ClusterFolder.open(living.path).ended is None
-    assert len(processes(left)) >= 2
+    assert len(leftovers(left.tag)) >= 2
 
 
 def test_a_notebook_that_cannot_be_seen_is_taken_for_alive(user):
@@ -128,9 +124,9 @@ def test_a_notebook_that_cannot_be_seen_is_taken_for_alive(user):
     done = user.hpcdask("down", "--dead", "--yes")
     assert "cannot be seen from here. To cancel:" in done.stdout
     assert "Nothing was left over" not in done.stdout
-    assert len(processes(folder)) >= 2
+    assert len(leftovers(folder.tag)) >= 2
     user.hpcdask("down", "--dead", "--all", "--yes")
-    assert not processes(folder)
+    assert not leftovers(folder.tag)
     assert not folder.keys.exists()
 
 
@@ -163,4 +159,4 @@ def test_a_queue_that_does_not_answer_is_an_error(user):
     assert next(iter(left.submitted())) in done.stdout
     done = user.hpcdask("down", "--dead", "--yes", code=1)
     assert "there is no bsub" in done.stderr
-    assert not processes(left)
+    assert not leftovers(left.tag)

@@ -158,27 +158,21 @@ def test_what_is_no_clusters_folder_is_skipped(cluster, content):
         ClusterFolder.open(opened.path)
 
 
-def test_jobs_of_submissions_are_recorded(cluster):
+def test_a_submission_is_awaited_until_its_jobs_are_recorded(cluster):
     for group, ids in (("", ["7_1", "7_2"]), ("gpu", ["8"]), ("gpu", ["9"])):
         cluster.write_script("#!/bin/bash\n", group)
+        assert not cluster.awaits_jobs(45)
         assert cluster.begin_submission(group).read_text() == "#!/bin/bash\n"
+        assert cluster.awaits_jobs(45)
         cluster.record(ids, group)
-    again = ClusterFolder.open(cluster.path)
-    assert list(again.submitted()) == ["7_1", "7_2", "8", "9"]
-    assert abs(again.submitted()["7_2"] - time.time()) < 600
-
-
-def test_an_unanswered_submission_may_bring_jobs_for_some_time(cluster):
-    assert not cluster.awaits_jobs(45)
-    cluster.begin_submission("gpu")
     cluster.begin_submission("cpu")
-    cluster.record(["1"], "cpu")
+    cluster.record(["10"])  # of another group
     assert cluster.awaits_jobs(45)
-    os.utime(cluster.path / "submitting-gpu", (0, time.time() - 1000))
+    os.utime(cluster.path / "submitting-cpu", (0, time.time() - 1000))
     assert not cluster.awaits_jobs(45)
-    cluster.begin_submission("gpu")
-    cluster.record(["2"], "gpu")
-    assert not cluster.awaits_jobs(45)
+    again = ClusterFolder.open(cluster.path).submitted()
+    assert list(again) == ["7_1", "7_2", "8", "9", "10"]
+    assert abs(again["7_2"] - time.time()) < 600
 
 
 def test_logs_are_found_by_the_jobs_id(cluster):
