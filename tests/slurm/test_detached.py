@@ -198,14 +198,10 @@ def test_down_while_its_scheduler_waits(user: Login):
         user.detached(scheduler_timeout="8s")
     assert len(all_states(user)) >= 1
     (row,) = json.loads(user.hpcdask("list", "--json"))
-    assert row["why"].startswith(
-        f"its scheduler's job {detached.scheduler_job(detached.find('mine'))} is pe"
-    )
+    assert row["why"].startswith(f"its scheduler's job {scheduler()} is pe")
     assert "pending" in user.hpcdask("list", "--jobs")
     user.hpcdask("down", "mine")
     assert user.gone()
-    with pytest.raises(ClusterError, match="hpcdask down"):
-        hpcdask.attach("mine")
 
 
 def test_each_view_of_a_detached_cluster_says_that_jobs_may_never_start(user: Login):

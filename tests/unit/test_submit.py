@@ -178,7 +178,8 @@ def test_what_is_configured_for_dask_jobqueue_counts_except_a_worker_s_gpus():
     assert "\nmodule load site\nmodule load mine\n" in text
     assert "gpu:1\n#SBATCH --qos" not in text
     assert text.count("--gres") == 1
-    assert not ("7G" in text or "cpus-per-task" in text)
+    assert "7G" not in text
+    assert "cpus-per-task" not in text
 
 
 def test_launchers_and_containers():
