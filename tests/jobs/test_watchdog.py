@@ -165,27 +165,16 @@ def end_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return end_all
 
 
-@pytest.mark.parametrize(
-    ("looks", "cancelled", "said"),
-    [
-        pytest.param(
-            [QueueError("squeue hangs"), ours("1", "2"), QueueError("squeue hangs"), ours("2"), {}],
-            [["1", "2"], ["2"]],
-            ["squeue hangs; trying again", "cancelling 1 2", "cancelling 2"],
-            id="a queue that does not answer",
-        ),
-        pytest.param(
-            [KeyError("State"), {}],
-            [],
-            ["KeyError: 'State'; trying again"],
-            id="an answer that makes no sense",
-        ),
-    ],
-)
-def test_the_queue_is_asked_again(end_all, looks, cancelled, said):
-    jobs = Jobs(*looks)
-    assert end_all(jobs) == said
-    assert jobs.cancelled == cancelled
+def test_a_queue_is_asked_again_after_no_answer_or_one_that_makes_no_sense(end_all):
+    silent, odd = QueueError("squeue hangs"), KeyError("State")
+    jobs = Jobs(silent, ours("1", "2"), odd, silent, ours("2"), {})
+    silent_once, first, odd_once, second = end_all(jobs)
+    assert (silent_once, odd_once) == (
+        "squeue hangs; trying again",
+        "KeyError: 'State'; trying again",
+    )
+    assert (first, second) == ("cancelling 1 2", "cancelling 2")
+    assert jobs.cancelled == [["1", "2"], ["2"]]
 
 
 def test_a_host_that_may_not_ask_gives_up_at_once(end_all, monkeypatch):

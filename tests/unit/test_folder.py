@@ -5,7 +5,6 @@ from __future__ import annotations
 import grp
 import os
 import pwd
-import stat
 import subprocess
 import time
 from contextlib import nullcontext
@@ -123,17 +122,14 @@ def test_a_group_of_ones_own_may_write_but_no_other(tmp_path, monkeypatch, name,
 
 
 def test_users_share_a_folder_in_which_each_has_one(tmp_path, monkeypatch):
-    shared = tmp_path / "shared"
-    shared.mkdir()
+    (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o1777)
-    with pytest.raises(
-        UsageError, match=r"others may write in .*/shared: .*such as .*/shared/\$USER"
-    ):
+    with pytest.raises(UsageError, match=r"write in .*/shared: .*such as .*/shared/\$USER"):
         ClusterFolder.create("ab-1", "slurm", shared)
     monkeypatch.setenv("USER", "alice")
     folder = ClusterFolder.create("ab-1", "slurm", f"{shared}/$USER")
     assert folder.path == shared / "alice/ab-1"
-    assert stat.S_IMODE((shared / "alice").stat().st_mode) == 0o700
+    assert mode(shared / "alice") == 0o700
     assert [one.name for one in list_clusters()] == ["ab-1"]
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # who took the name of another
     with pytest.raises(UsageError, match=r"shared/alice belongs to another user"):

@@ -278,7 +278,6 @@ def test_a_dry_run_needs_no_queue():
     result = hpcdask("submit", "--dry-run", "train.py")
     assert "#SBATCH" in result.stdout
     assert "this is a script for SLURM" in result.stderr
-    assert "#PBS" in hpcdask("submit", "--dry-run", "--system", "pbs", "train.py").stdout
 
 
 def test_where_there_is_no_queue():
