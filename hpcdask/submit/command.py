@@ -116,16 +116,29 @@ def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
     is 2 for bad input, 1 if the queue refuses the job.
     """
     from .batch import find_system, prepare
+    from .follow import submit_and_wait, tell
 
-    asked = _read(**job)
-    system = system or find_system()
-    if not dry_run:
-        sys.exit(asyncio.run(_submit(system, asked, wait=wait)))
-    if system is None:
+    asked, system = _read(**job), system or find_system()
+    instead = "hpcdask submit --dry-run --system SYSTEM shows what would be submitted"
+    if system is None and dry_run:
         system = batch_systems()[0]
         title = queue_class(system).title
         say(f"no queueing system is found here: this is a script for {title}; see --system")
-    click.echo(asyncio.run(prepare(system, asked)).text, nl=False)
+    elif system is None:
+        commands = ", ".join(queue_class(name).programs[0] for name in batch_systems())
+        raise UsageError(
+            f"no queueing system is found here: none of {commands} is on PATH with its "
+            f"companions. {WHERE_TO_RUN}. {instead}"
+        )
+    elif not dry_run:
+        queue_class(system)().check(instead.replace("SYSTEM", system))
+    batch = asyncio.run(prepare(system, asked))
+    if dry_run:
+        click.echo(batch.text, nl=False)
+    elif wait:
+        sys.exit(asyncio.run(submit_and_wait(batch, say)))
+    else:
+        tell(batch, asyncio.run(batch.submit()), click.echo)
 
 
 def _read(
@@ -147,22 +160,3 @@ def _read(
     )
     request.check(asked)
     return asked
-
-
-async def _submit(system: str | None, asked: Any, *, wait: bool) -> int:
-    from .batch import prepare
-    from .follow import submit_and_wait, tell
-
-    instead = "hpcdask submit --dry-run --system SYSTEM shows what would be submitted"
-    if system is None:
-        commands = ", ".join(queue_class(name).programs[0] for name in batch_systems())
-        raise UsageError(
-            f"no queueing system is found here: none of {commands} is on PATH with its "
-            f"companions. {WHERE_TO_RUN}. {instead}"
-        )
-    queue_class(system)().check(instead.replace("SYSTEM", system))
-    batch = await prepare(system, asked)
-    if wait:
-        return await submit_and_wait(batch, say)
-    tell(batch, await batch.submit(), click.echo)
-    return 0
