@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from typing import Any
 
 import dask.config
@@ -229,9 +228,6 @@ async def run(folder: ClusterFolder, arguments: list[str]) -> int:
                 detached.mark_ended(folder, f"it could not start: {error}")
                 return 0
         return error.exit_code
-    except Exception:
-        traceback.print_exc()
-        return 1
     return 0
 
 
