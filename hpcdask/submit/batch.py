@@ -21,7 +21,7 @@ from hpcdask.clusters.options import (
     read_section,
 )
 from hpcdask.errors import QueueError, Refused, UsageError
-from hpcdask.jobs.folder import base_path, make_owned
+from hpcdask.jobs.folder import BATCH, base_path, make_owned, new_name
 from hpcdask.process import umask
 from hpcdask.queues.base import Queue
 from hpcdask.queues.registry import batch_systems, queue_class
@@ -107,7 +107,7 @@ async def prepare(system: str, asked: BatchRequest) -> Batch:
     options = await _job_options(queue, asked)
     configured = dask.config.get(f"jobqueue.{queue.jobqueue[0]}.log-directory", None)
     logs = asked.folder if configured is None else str(base_path(configured))
-    batch = Batch(queue, asked.new_name(), logs)
+    batch = Batch(queue, f"{BATCH}{new_name(asked.name)}", logs)
     request = options.request(f"hpcdask:{batch.name}", logs, alone=True)
     preamble, launch = _preamble(batch, asked), _launch_lines(queue, asked, options.python)
     batch.text = queue.script(options.job, request, preamble, "\n".join(launch))

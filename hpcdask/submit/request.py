@@ -8,7 +8,6 @@ import shlex
 from dataclasses import dataclass, field
 
 from hpcdask.errors import UsageError
-from hpcdask.jobs.folder import BATCH
 from hpcdask.queues.base import Allocation
 from hpcdask.queues.registry import requested_gpus
 from hpcdask.queues.script import one_line
@@ -64,11 +63,6 @@ class BatchRequest(Allocation):
         if self.job_name or not self.program:
             return self.job_name or "dask-cluster"
         return self.program[0] if self.is_module else os.path.basename(self.program[0].rstrip("/"))
-
-    def new_name(self) -> str:
-        """Return a name for files and tags, which no other job has."""
-        plain = re.sub(r"\W+", "_", self.name, flags=re.ASCII).strip("_")[:40] or "job"
-        return f"{BATCH}{plain}-{os.urandom(3).hex()}"
 
 
 def read_memory(text: str | None) -> int | None:
