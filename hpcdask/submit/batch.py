@@ -129,16 +129,12 @@ async def _job_options(queue: Queue, asked: BatchRequest) -> JobOptions:
         "memory": asked.memory or NO_MEMORY,
         "job_name": asked.name,
         "job_extra_directives": directives,
+        "job_script_prologue": [*(site.get("job-script-prologue") or ()), *asked.prologue] or None,
         "queue": asked.queue,
         "walltime": asked.walltime,
         "account" if "account" in known else "project": asked.account,
         **await queue.allocation(asked, directives, site),
     }
-    if asked.prologue:
-        keywords["job_script_prologue"] = [
-            *(site.get("job-script-prologue") or ()),
-            *asked.prologue,
-        ]
     skipped = [*keywords.get("job_directives_skip", ()), *(site.get("job-directives-skip") or ())]
     keywords["job_directives_skip"] = list(dict.fromkeys(skipped))
     given = {key: value for key, value in keywords.items() if value not in (None, "")}
