@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Collection
 
@@ -37,14 +38,8 @@ async def end_jobs(
     Raises QueueError if jobs are left after `END_S`, or the queue did not answer until then, or at
     once if this host may not ask it.
     """
-    deadline = time.monotonic() + END_S
-    pause, told = PAUSE_S[0], set[str]()
-
-    def say_once(text: str) -> None:
-        if text not in told:
-            told.add(text)
-            say(text)
-
+    deadline, pause = time.monotonic() + END_S, PAUSE_S[0]
+    say_once = functools.cache(say)  # each text
     while True:
         live: list[str] = []
         problem: QueueError | None = None

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,9 @@ class RunNote(Record):
         lives = self.owner.lives()
         if lives is False:
             return "dead", f"its rank 0 (process {self.owner.pid} on {self.owner.host}) is gone"
-        if lives or await self._answers():
+        if lives is None:
+            lives = await asyncio.to_thread(self._answers)
+        if lives:
             return "running", ""
         if await asyncio.to_thread(self._lost_file):
             return "dead", f"{self.file} is gone, and nobody answers at {self.address}"
@@ -88,12 +91,10 @@ class RunNote(Record):
         """Return whether the scheduler file is gone from a folder that is seen from here."""
         return os.path.isdir(os.path.dirname(self.file)) and not os.path.lexists(self.file)
 
-    async def _answers(self) -> bool:
+    def _answers(self) -> bool:
         """Return whether its scheduler can be reached from here."""
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
-                _, writer = await asyncio.open_connection(*scheduler_file.endpoint(self.address))
-            writer.close()
+        where = scheduler_file.endpoint(self.address)
+        with contextlib.suppress(OSError), socket.create_connection(where, timeout=ANSWER_S):
             return True
         return False
 

@@ -42,21 +42,19 @@ def start_watchdog(folder: ClusterFolder) -> subprocess.Popen[bytes]:
     """
     what = "the cluster's watchdog, which would cancel its jobs after the death of this process,"
     package, path = Path(__file__).parents[2], folder.path / "watchdog.log"
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", PROGRAM, str(package), str(folder.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise QueueError(
-            f"{what} cannot be started: {error}. See free memory and processes (ulimit -u) here"
-        ) from None
-    finally:
-        os.close(log)
+    with open(path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", PROGRAM, str(package), str(folder.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise QueueError(
+                f"{what} cannot be started: {error}. See free memory and processes (ulimit -u) here"
+            ) from None
     assert process.stdout is not None
     with process.stdout as ready:
         if not select.select([ready], [], [], START_S)[0] or not ready.read(1):
