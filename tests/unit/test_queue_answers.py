@@ -10,9 +10,9 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -28,7 +28,6 @@ from hpcdask.queues.oar import OarQueue
 from hpcdask.queues.pbs import PbsQueue
 from hpcdask.queues.sge import SgeQueue
 
-T = TypeVar("T")
 Answer = str | tuple[int, str, str]
 PENDING, REQUEUED, RUNNING = QueueState.PENDING, QueueState.REQUEUED, QueueState.RUNNING
 COMPLETED, FAILED, TIMEOUT = QueueState.COMPLETED, QueueState.FAILED, QueueState.TIMEOUT
@@ -38,8 +37,7 @@ START = 1795212000.0
 AGAIN = "the queue started it a second time"
 
 
-def do(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(work)
+do = asyncio.run
 
 
 class Site:

@@ -1,4 +1,4 @@
-"""SLURM's door without a SLURM: the script, and what its commands print."""
+"""SLURM's door without a SLURM: what its commands print."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import os
 import signal
 import subprocess
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 
-from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
+from hpcdask.errors import NoAnswer, QueueError, Refused
 from hpcdask.queues import slurm
-from hpcdask.queues.base import Request
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.slurm import SlurmQueue
 from launching import wait_for
@@ -33,98 +31,6 @@ def answer(monkeypatch, **answers: str | tuple[int, str]) -> list[tuple[str, ...
 
     monkeypatch.setattr(SlurmQueue, "run", run)
     return calls
-
-
-def job(*extra: str, header=()):
-    """Return what a door uses of dask-jobqueue's Job."""
-    usual = ("-J placeholder", "-p gpu", "-n 1", "--cpus-per-task=8", "--mem=60G", "-t 02:00:00")
-    lines = [f"#SBATCH {option}" for option in (*(header or usual), *extra)]
-    return SimpleNamespace(
-        shebang="#!/usr/bin/env bash",
-        job_header="\n".join(lines),
-        job_extra_directives=list(extra),
-        job_directives_skip=set(),
-        _job_script_prologue=[],
-    )
-
-
-USUAL = job()
-
-
-def request_of(**changes) -> Request:
-    return Request(**{"name": "train", "tag": "hpcdask:ab12", "folder": "/home/me/logs", **changes})
-
-
-def directives(request: Request, queue: SlurmQueue | None = None, job=USUAL) -> list[str]:
-    script = (queue or SlurmQueue()).script(job, request, [], "true")
-    return [line for line in script.splitlines() if line.startswith("#SBATCH")]
-
-
-@pytest.mark.parametrize(
-    ("option", "changes", "line"),
-    [
-        ("gres", {"gpus": 1}, "--gres=gpu:1"),
-        ("gres", {"gpus": 8, "nodes": 2, "gpu_type": "a100"}, "--gres=gpu:a100:4"),
-        ("gpus-per-node", {"gpus": 8, "nodes": 2}, "--gpus-per-node=4"),
-        ("gpus-per-node", {"gpus": 2, "gpu_type": "a100"}, "--gpus-per-node=a100:2"),
-        ("gpus", {"gpus": 7, "nodes": 2}, "--gpus=7"),
-        ("gpus", {"gpus": 2, "gpu_type": "a 100"}, '--gpus="a 100:2"'),
-    ],
-)
-def test_gpu_request(option, changes, line):
-    lines = directives(request_of(**changes), SlurmQueue(gpu_request=option))
-    assert f"#SBATCH {line}" in lines
-
-
-@pytest.mark.parametrize(
-    ("own", "line"),
-    [
-        (["--gres=nvme:100"], "--gres=gpu:1,nvme:100"),
-        (["--exclusive --gres nvme:100  # why"], "--gres=gpu:1,nvme:100"),
-        (["--gres=nvme:100", "--gres=lustre:1"], "--gres=gpu:1,nvme:100,lustre:1"),
-    ],
-)
-def test_other_gres_of_the_user_stay_beside_the_gpus(own, line):
-    """Regression: of several --gres sbatch takes the last, so that the user's were dropped."""
-    lines = directives(request_of(), job=job(*own))
-    assert [one for one in lines if "--gres" in one][-1] == f"#SBATCH {line}"
-    assert not [one for one in directives(request_of(gpus=0), job=job(*own)) if "gpu:" in one]
-
-
-@pytest.mark.parametrize("own", ["--mem-per-gpu=40G", "--exclusive --mem-per-cpu 4G", "--mem=1T"])
-def test_a_users_memory_takes_the_place_of_the_jobs(own):
-    lines = directives(request_of(), job=job(own))
-    assert [one for one in lines if "--mem" in one] == [f"#SBATCH {own}"]
-    assert SlurmQueue.requests_memory([own])
-    assert not SlurmQueue.requests_memory(["--mem-bind=local", "--comment=x--mem"])
-
-
-def test_a_bad_gpu_request():
-    with pytest.raises(UsageError, match="'tres' is not one of gres, gpus-per-node, gpus"):
-        SlurmQueue(gpu_request="tres")  # type: ignore[arg-type]
-
-
-def test_quoting():
-    header = ("-J placeholder", "-A it's me", "-p a;b", "--mem=1 G", "--cpus-per-task=8")
-    lines = directives(
-        request_of(name='a "b" \\c #d', folder="/me/50% of 'it'/#1"), job=job(header=header)
-    )
-    assert lines == [
-        '#SBATCH --job-name="a \\"b\\" \\\\c #d"',
-        '#SBATCH -A "it\'s me"',
-        '#SBATCH -p "a;b"',
-        '#SBATCH --mem="1 G"',
-        "#SBATCH --cpus-per-task=8",
-        "#SBATCH --gres=gpu:1",
-        '#SBATCH --comment="hpcdask:ab12"',
-        "#SBATCH --output=\"/me/50%% of 'it'/#1/queue-%A_%a.log\"",
-    ]
-
-
-@pytest.mark.parametrize("directive", ["--clusters=other", "--exclusive -M other # why"])
-def test_directives_that_name_another_cluster_are_refused(directive):
-    with pytest.raises(UsageError, match=r"squeue and scancel would not .* set SLURM_CLUSTERS in"):
-        directives(request_of(), job=job(directive))
 
 
 @pytest.fixture
