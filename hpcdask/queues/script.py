@@ -21,7 +21,7 @@ def render(job: Any, header: Sequence[str], preamble: Sequence[str], command: st
     return "\n".join([job.shebang, *header, "", *lines, ""])
 
 
-def clean_name(name: str, good: str, start: str = "", longest: int = 200) -> str:
+def clean_name(name: str, good: str, start: str, longest: int) -> str:
     """Return a job name with `_` for what a queue does not take.
 
     `good` are the characters that it takes, as in a regular expression's brackets, and `start` the

@@ -13,6 +13,7 @@ import pytest
 from dask_jobqueue.slurm import SLURMJob
 
 from clock import clock
+from doors import TAG
 from hpcdask.errors import Refused
 from hpcdask.queues.base import Request
 from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
@@ -22,11 +23,6 @@ from login import Command
 from slurm_site import SlurmSite
 
 pytestmark = pytest.mark.slurm
-
-
-TAG = "hpcdask:ab12cd34"
-
-
 SLEEP = "exec sleep 1000"
 
 
