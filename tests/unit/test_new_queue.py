@@ -96,16 +96,11 @@ def test_two_files_add_a_queueing_system(tmp_path: Path):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o700)
     (tmp_path / "program.py").touch()
-    here, path = str(tmp_path), os.environ.get("PYTHONPATH", "")
+    places = {name: f"{tmp_path}:{os.environ.get(name, '')}" for name in ("PATH", "PYTHONPATH")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         cwd=tmp_path,
-        env={
-            **os.environ,
-            "PATH": f"{here}:{os.environ['PATH']}",
-            "HOME": here,
-            "PYTHONPATH": f"{here}:{path}",
-        },
+        env={**os.environ, **places, "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=600,
