@@ -118,7 +118,8 @@ class Queue(ABC):
     ignored_variables: ClassVar[tuple[str, ...]] = ()
     #: What the command that cancels says, line by line, if it failed only as jobs are gone already.
     gone: ClassVar[re.Pattern[str]] = NOTHING
-    #: The largest number of jobs of one submission: the command that tells, how, and the default.
+    #: The largest number of jobs of one submission: the command that tells, if any, the pattern of
+    #: the number in its words, and the default.
     array_limit: ClassVar[tuple[str, str, int]] = ("", "", 1)
     #: Shell words that give, inside a job, its id as `submit` returns it, and its restart count.
     job_id: ClassVar[str]
