@@ -152,26 +152,6 @@ def test_options_exist(page, tmp_path, monkeypatch):
         assert "--[no-]" not in span, f"{page}: write both forms, {span}"
 
 
-def test_every_command_and_option_is_in_the_reference():
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        import commands as documented
-    finally:
-        sys.path.remove(str(ROOT / "docs"))
-        sys.modules.pop("commands", None)
-    page = PAGES["docs/reference/cli.md"]
-    for name in documented.__all__:
-        assert f".. click:: commands:{name}\n" in page
-    assert set(documented.hpcdask.commands) == set(cli.main.commands) - {"bench"}
-    assert documented.bench is bench
-    assert options_of(documented.runner) == options_of(RUNNER)
-    everything = " ".join(PAGES.values())
-    for name in cli.main.commands:
-        assert f"hpcdask {name}" in everything, name
-    for name in bench.commands:
-        assert f"\n| `{name}` | " in PAGES["docs/workloads.md"], name
-
-
 # Keywords
 
 FUNCTIONS = [
@@ -307,24 +287,13 @@ def test_messages_exist(quote):
 # Links
 
 
-def slug(heading: str) -> str:
-    """The anchor of a heading."""
-    words = re.sub(r"[`*]|\]\(.*?\)|\[", "", heading).strip().lower()
-    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-
-
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_lead_somewhere(page):
-    text = BLOCK.sub("", PAGES[page])
+    """Those of the site are followed as it is built."""
+    text = BLOCK.sub("", (ROOT / page).read_text())
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"[a-z]+:", target):
-            continue
-        name, _, anchor = target.partition("#")
-        path = (ROOT / page).parent / name if name else ROOT / page
-        assert path.exists(), f"{page}: {target}"
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", path.read_text()), re.MULTILINE)
-            assert anchor in map(slug, headings), f"{page}: {target}"
+        if not re.match(r"[a-z]+:", target):
+            assert (ROOT / target.partition("#")[0]).exists(), f"{page}: {target}"
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
@@ -416,9 +385,8 @@ def test_the_file_of_each_kind_of_site_gives_jobs_of_one_node(tmp_path, kind):
 # The site
 
 
-@pytest.mark.long
 @needs("sphinx")
-def test_the_site_builds_without_warnings(tmp_path):
+def test_the_site_builds_without_warnings_and_has_every_command_option_and_name(tmp_path):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"),
@@ -429,10 +397,15 @@ def test_the_site_builds_without_warnings(tmp_path):
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    reference = (tmp_path / "site/reference/cli.html").read_text()
-    shown = re.sub(r"<[^>]+>", "", reference)
+    cli_page, api = (
+        (tmp_path / f"site/reference/{name}.html").read_text() for name in ("cli", "api")
+    )
+    shown = re.sub(r"<[^>]+>", "", cli_page)
     for option in OWN_OPTIONS - {"-h", "--help", "--help-all", "-V", "--version", "--attached"}:
         assert option in shown, option
-    api = (tmp_path / "site/reference/api.html").read_text()
+    for name in cli.main.commands:
+        assert f"hpcdask {name}" in shown, name
+    for name in bench.commands:
+        assert f"\n| `{name}` | " in PAGES["docs/workloads.md"], name
     for name in hpcdask.__all__:
         assert f'id="hpcdask.{name}"' in api
