@@ -27,16 +27,18 @@ def uses_threads():
     return any(one.name == "first-use" for one in threading.enumerate())
 
 def beside_the_pool():
-    import cupy, threading
-    from hpcdask.gpu.context import FirstUse
+    import cupy
+    from hpcdask.gpu.context import USES, FirstUse
     cupy.zeros(8)
-    before, use = cupy.cuda.runtime.memGetInfo()[0], FirstUse()
-    use.start()
-    for one in threading.enumerate():
-        if one.name == "first-use":
-            one.join(200)
+    before, first_use = cupy.cuda.runtime.memGetInfo()[0], FirstUse()
+    first_use.start()
+    first_use.join(200)
     cupy.get_default_memory_pool().free_all_blocks()
-    return before - cupy.cuda.runtime.memGetInfo()[0]
+    held = before - cupy.cuda.runtime.memGetInfo()[0]
+    random = cupy.random.RandomState(1)
+    for use in USES:  # raises what the thread keeps to itself
+        use(cupy, random, random.random_sample((64, 64)))
+    return held
 
 client = Client()
 while not all(client.run(loaded).values()) or any(client.run(uses_threads).values()):
