@@ -17,10 +17,7 @@ PROGRAM = """
 import json, time
 import dask
 from distributed import Client
-
-def loaded():
-    import sys
-    return "cupy" in sys.modules
+from hpcdask.bench.cluster import wait_until_warm
 
 def uses_threads():
     import threading
@@ -41,7 +38,8 @@ def beside_the_pool():
     return held
 
 client = Client()
-while not all(client.run(loaded).values()) or any(client.run(uses_threads).values()):
+wait_until_warm(client)  # the first use comes then
+while any(client.run(uses_threads).values()):
     time.sleep(0.1)
 print(json.dumps({
     "held": max(client.run(beside_the_pool).values()),
