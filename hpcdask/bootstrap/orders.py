@@ -64,3 +64,10 @@ class AbortLaunch(Message):
 @dataclass(frozen=True)
 class Clean(Message):
     path: str
+
+
+@dataclass(frozen=True)
+class Leaving(Message):
+    """Exit code of the agent: without the fork server, nobody else knows it."""
+
+    code: int

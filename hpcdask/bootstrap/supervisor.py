@@ -65,6 +65,7 @@ class Supervisor:
     def run(self, work: str, *args: Any, abort: Callable[[int], None] | None = None) -> NoReturn:
         """Start the agent, which does `work`, and end as it ends; `abort` ends the whole launch."""
         self._abort, self._aborts = abort, False
+        self._code: int | None = None
         self._line, theirs = socket.socketpair()
         self._forks, agents_forks = socket.socketpair()
         given = theirs, agents_forks, work, *args
@@ -105,10 +106,12 @@ class Supervisor:
                     self._aborts = True
                 case orders.Clean(path):
                     self.janitor.remove_at_end(path)
+                case orders.Leaving(code):
+                    self._code = code
 
     def _end(self) -> NoReturn:
         self._agent.join()
-        code = self._agent.exitcode or 0
+        code = self._agent.exitcode or 0 if self._code is None else self._code
         if code < 0:
             complain(
                 f"the process that manages the workers of {socket.gethostname()} was killed by "

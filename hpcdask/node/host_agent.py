@@ -104,6 +104,7 @@ class HostAgent:
     def leave(self, code: int) -> NoReturn:
         """End this process now, whatever its threads wait for; the rank's own process follows."""
         private.remove(self.scratch, self.owner)
+        self.tell(orders.Leaving(code))
         leave(code)
 
     def prepare(self) -> None:

@@ -32,6 +32,8 @@ WHY = re.compile(
     r"Abort\(|"
     r"BAD TERMINATION|KILLED BY|srun: error|srun: Job step|slurmstepd: error|\[mpiexec@|\[proxy"
 )
+#: A worker that cannot start for so long is given up.
+RESTARTS_S = 10
 #: After a fault of these, tracebacks are the program's, or those of Python's resource tracker.
 TRACED = {"program", "scheduler", "network", "full", "rank", "launcher", "daemon", "helper"}
 HARMLESS = ("worker", "janitor", "helper")
@@ -148,6 +150,8 @@ class Run:
             return str(event), lambda: self.hosts.join(up=True)
         if event.fault == "full":
             self._roles.add("full")
+            if event.lasts > RESTARTS_S:
+                (self.site.folder / "fewer").touch()
             return str(event), self._fill_disk()
         if event.fault == "full device":
             (self.site.folder / "full device").touch()
@@ -238,7 +242,7 @@ class Run:
         if "Traceback (most" in err and not self._roles & TRACED:
             problems.append("a traceback")
         there = re.search(r"^workers (\d+) of (\d+)$", out, re.MULTILINE)
-        lost = self.options["workers_min"] and fatal
+        lost = (self.options["workers_min"] and fatal) or "full" in fatal
         if done and not lost and (there is None or int(there[1]) < int(there[2])):
             problems.append(f"at the end {there and there[0]}")
         if problems:

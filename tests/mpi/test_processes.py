@@ -7,6 +7,7 @@ import os
 import signal
 
 import psutil
+import pytest
 
 from launching import wait_for
 from running import Site, under
@@ -54,7 +55,9 @@ subprocess.run([sys.executable, "-m", "hpcdask.run", "--device", "cpu", "inner.p
 
 
 @under("alone")
-def test_a_run_goes_on_without_its_janitor(site: Site):
+@pytest.mark.parametrize("which", ["janitor", "fork server"])
+def test_a_run_goes_on_without(which: str, site: Site):
+    """Regression: without its fork server the exit code was 255."""
     body = """
 show("ready", 1)
 while not os.path.exists("go"):
@@ -65,8 +68,12 @@ assert client.submit(sum, [1, 2]).result() == 3
     run = site.start(program=START + body, n=1)
     run.line("ready")
     children = psutil.Process(run.process.pid).children()
-    (janitor,) = (one for one in children if os.getsid(one.pid) == one.pid)
-    janitor.kill()
+    known = {
+        "janitor": lambda one: os.getsid(one.pid) == one.pid,
+        "fork server": lambda one: "forkserver" in " ".join(one.cmdline()),
+    }
+    (process,) = filter(known[which], children)
+    process.kill()
     (site.folder / "go").touch()
     run.end(code=0)
     site.check_nothing_left()
