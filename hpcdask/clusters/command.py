@@ -27,7 +27,6 @@ from hpcdask.logs import complain, plural, say, text_table
 from hpcdask.queues.job_state import WAITING
 from hpcdask.queues.registry import queue_class, systems
 from hpcdask.spec.argv import folder_option, make_command, option_name, read
-from hpcdask.spec.parsing import whole_number
 
 #: Seconds for which `list` shows a detached cluster that is over.
 OVER_S = 86400.0
@@ -373,9 +372,10 @@ def scale(base: str | None, name: str, workers: tuple[str, ...]) -> None:
     Adaptive scaling ends. With groups: hpcdask scale mine gpu=8 cpu=32
     """
     from .detached.attached import attach
+    from .display import JobTable
 
     pairs = [text.rpartition("=") for text in workers]
-    wanted = {group: whole_number(number, "hpcdask scale", 0) for group, _, number in pairs}
+    wanted = {group: int(number) for group, _, number in pairs if number.isdecimal()}
     if len(wanted) < len(workers) or ("" in wanted and len(wanted) > 1):
         raise UsageError(
             f"hpcdask scale: {' '.join(workers)}: give one number of workers, or GROUP=NUMBER for "
@@ -386,10 +386,12 @@ def scale(base: str | None, name: str, workers: tuple[str, ...]) -> None:
             cluster.stop_adapting()
             click.echo(f"{name}: adaptive scaling is off")
         cluster.scale(wanted.pop("", None), **wanted)
-        counts = cluster.jobs().counts() or "none"
-        click.echo(f"{name}: {plural(len(cluster.plan), 'worker')} wanted; jobs: {counts}")
-        if problem := cluster.jobs().problem:
-            say(f"warning: {problem}")
+        jobs = cluster.jobs()
+        counts = JobTable(job for job in jobs if not (job.cancelled or job.leaving)).counts()
+        count = plural(len(cluster.plan), "worker")
+        click.echo(f"{name}: {count} wanted; jobs: {counts or 'none'}")
+        if jobs.problem:
+            say(f"warning: {jobs.problem}")
 
 
 @click.command(
