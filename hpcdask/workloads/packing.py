@@ -120,12 +120,15 @@ def _spread_kernel() -> Any:
         "raw W x, int64 width, int64 n, int32 bits",
         "raw T y",
         """
-        const long long row = i / width;
-        const long long column = 4 * (i - row * width);
+        long long first = 4 * i, count = 4;
+        if (n % 4) {  // a division of long integers takes longer than the rest
+            const long long row = i / width, column = 4 * (i - row * width);
+            first = row * n + column;
+            count = min(count, n - column);
+        }
         const unsigned int word = x[i], mask = (1u << bits) - 1;
-        T *const values = &y[row * n + column];
-        for (int j = 0; j < 4 && column + j < n; ++j)
-            values[j] = T((int)(word >> (bits * j) & mask));
+        for (int j = 0; j < 4; ++j)
+            if (j < count) y[first + j] = T((int)(word >> (bits * j) & mask));
         """,
         "hpcdask_spread",
     )
