@@ -138,12 +138,18 @@ def workload(name: str, *options: Decorator) -> Decorator:
 
     def decorate(function: Callable[..., Runs]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def command(**given: Any) -> None:
+        def command(more: Sequence[str], **given: Any) -> None:
+            if more:
+                raise UsageError(
+                    f"hpcdask bench measures one workload: run hpcdask bench {name}, then hpcdask "
+                    f"bench {more[0]}, or hpcdask bench all"
+                )
             common = ("report_file", "json_file", "scheduler_file", "device")
             how = {name: given.pop(name) for name in common}
             execute(function(**given), leave_out=name == "all", **how)
 
-        for option in reversed((*options, DEVICE, SCHEDULER, JSON, REPORT)):
+        more = click.argument("more", nargs=-1, metavar="")
+        for option in reversed((*options, DEVICE, SCHEDULER, JSON, REPORT, more)):
             command = option(command)
         return bench.command(name)(command)
 
