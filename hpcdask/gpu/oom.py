@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
 import re
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes, parse_bytes
 
@@ -21,8 +20,6 @@ from . import nvml
 
 if TYPE_CHECKING:
     from .memory import MemoryPlan
-
-Event = TypeVar("Event")
 
 #: Texts in errors of CUDA's runtime, driver and libraries, whoever raises them; "Out of memory
 #: allocating" is CuPy's, where its class was lost on the way.
@@ -47,16 +44,14 @@ class DeviceMemoryError(MemoryError, HpcdaskError):  # in the other order, tblib
 
 def device_out_of_memory(error: BaseException) -> bool:
     """Return whether this error, or one that led to it, says that a device is out of memory."""
-    return any(map(_is_out_of_memory, _chain(error)))
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    kind, text = type(error), _text(error)
-    if kind.__name__ == "OutOfMemoryError" and _package(error) in ("cupy", "torch"):
-        return True
-    # RMM raises Python's own MemoryError, with the C++ file that it comes from
-    by_rmm = isinstance(error, MemoryError) and "bad_alloc" in text and "rmm" in text.lower()
-    return by_rmm or CODES.search(text) is not None
+    for one in _chain(error):
+        text = _text(one)
+        named = type(one).__name__ == "OutOfMemoryError" and _package(one) in ("cupy", "torch")
+        # RMM raises Python's own MemoryError, with the C++ file that it comes from
+        by_rmm = isinstance(one, MemoryError) and "bad_alloc" in text and "rmm" in text.lower()
+        if named or by_rmm or CODES.search(text):
+            return True
+    return False
 
 
 def asked_for(error: BaseException) -> int | None:
@@ -88,7 +83,7 @@ def _package(error: BaseException) -> str:
     return type(error).__module__.partition(".")[0]
 
 
-async def explained(worker: Any, plan: MemoryPlan, event: Event) -> Event:
+async def explained(worker: Any, plan: MemoryPlan, event: Any) -> Any:
     """Return an event of a worker with a clear error if device memory ran out, and make room.
 
     For overrides of ``distributed.Worker.execute`` and ``gather_dep``. Other events stay as they
@@ -105,8 +100,8 @@ async def explained(worker: Any, plan: MemoryPlan, event: Event) -> Event:
             clear = explain(worker, plan, error)
             # Copying results to the host takes seconds, in which the worker must answer. The thread
             # that ran the Dask task holds its error, and with it the frames, until its next call
-            room = functools.partial(make_room, worker.data, plan, asked_for(error))
-            await asyncio.get_running_loop().run_in_executor(worker.executors["default"], room)
+            loop, executor = asyncio.get_running_loop(), worker.executors["default"]
+            await loop.run_in_executor(executor, make_room, worker.data, plan, asked_for(error))
             message = error_message(clear)
             event.exception = message["exception"]
             event.exception_text = message["exception_text"]
@@ -121,10 +116,9 @@ def explain(worker: Any, plan: MemoryPlan, error: BaseException) -> DeviceMemory
     limit = plan.device_memory_limit
     spills = f"they spill above {format_bytes(limit)}" if limit else "they never spill"
     advice = ["use smaller chunks"]
-    if held and limit:
-        advice.append("spill earlier with a lower --device-memory-limit")
-    elif held:
-        advice.append("let results spill with --device-memory-limit 0.8")
+    if held:
+        earlier = "spill earlier with a lower --device-memory-limit"
+        advice.append(earlier if limit else "let results spill with --device-memory-limit 0.8")
     if plan.allocator == "pool" and not any("rmm" in _text(one).lower() for one in _chain(error)):
         # cuBLAS and its like allocate for themselves, from what the pool leaves
         advice.append("leave memory outside of the pool with --rmm-pool-size 0")
