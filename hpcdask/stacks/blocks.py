@@ -122,10 +122,7 @@ def loop_thread(process: ProcessView) -> ThreadView | None:
 
 
 def main_thread(process: ProcessView) -> ThreadView | None:
-    """Return the thread of a program: the one that began with a module."""
-    for thread in process.threads:
-        if thread.frames and thread.frames[-1].function.startswith(("<module>", "_run_module")):
-            return thread
+    """Return the main thread, which faulthandler writes last."""
     return process.threads[-1] if process.threads else None
 
 

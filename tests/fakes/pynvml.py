@@ -17,22 +17,12 @@ import json
 import os
 from types import SimpleNamespace
 
-NVML_DEVICE_MIG_DISABLE = 0
-NVML_DEVICE_MIG_ENABLE = 1
 NVML_P2P_CAPS_INDEX_NVLINK = 2
-NVML_SUCCESS = 0
-NVML_ERROR_NOT_SUPPORTED = 3
-NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
-NVML_TEMPERATURE_GPU = 0
+NVML_SUCCESS, NVML_ERROR_NOT_SUPPORTED = 0, 3
+NVML_CLOCK_SM = 1
 NVML_VALUE_TYPE_UNSIGNED_LONG_LONG = 3
-NVML_FI_DEV_ECC_SBE_VOL_TOTAL = 3
-NVML_FI_DEV_ECC_DBE_VOL_TOTAL = 4
-NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX = 138
-NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 139
+NVML_P2P_STATUS_OK, NVML_P2P_STATUS_NOT_SUPPORTED, NVML_P2P_STATUS_UNKNOWN = 0, 5, 6
 nvmlMemory_v2 = 0x2000028
-NVML_P2P_STATUS_OK = 0
-NVML_P2P_STATUS_NOT_SUPPORTED = 5
-NVML_P2P_STATUS_UNKNOWN = 6
 
 
 class NVMLError(Exception):
@@ -217,7 +207,7 @@ def nvmlDeviceGetP2PStatus(first, second, index):
 def nvmlDeviceGetMigMode(handle):
     if handle.get("mig") is None:
         raise NVMLError_NotSupported("Not Supported")
-    return [NVML_DEVICE_MIG_ENABLE if handle["mig"] else NVML_DEVICE_MIG_DISABLE] * 2
+    return [int(bool(handle["mig"]))] * 2
 
 
 def nvmlDeviceGetMaxMigDeviceCount(handle):
