@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hpcdask.errors import HpcdaskError
+from hpcdask.errors import HpcdaskError, root_cause
 from hpcdask.process import detach_standard_streams
 
 #: A fork, so that nothing is imported again: this process has one thread.
@@ -70,10 +70,9 @@ def _answer(reader: Reader, pipe: Connection) -> None:
     detach_standard_streams(output=True)
     os.closerange(3, pipe.fileno())
     os.closerange(pipe.fileno() + 1, FILES)
-    facts, problem = None, ""
     try:
-        facts = reader()
-    except BaseException as error:
-        kind = "" if isinstance(error, HpcdaskError) else f"{type(error).__name__}: "
-        problem = kind + " ".join(str(error).split()) or type(error).__name__
-    pipe.send((facts, problem))
+        pipe.send((reader(), ""))
+    except HpcdaskError as error:
+        pipe.send((None, str(error)))
+    except Exception as error:
+        pipe.send((None, root_cause(error)))

@@ -9,9 +9,9 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hpcdask.bootstrap import ranks
 from hpcdask.bootstrap.ranks import Rank
@@ -27,24 +27,19 @@ from hpcdask.security.credentials import create_credentials
 from hpcdask.security.ports import use
 from hpcdask.spec.parsing import configured_port_range, parse_port_range
 
-from . import launch, nccl, nodes, report, stack
+from . import nodes, proofs, report
 from .collect import Gathering
-from .launch import Launch, Route
+from .launch import Launch
 from .nodes import RankFacts
-from .report import Report, differences
-from .stack import Told
+from .proofs import Outcome
 
 #: Seconds beyond a deadline of another rank; those in which ranks leave after the report.
 SPARE_S, LEAVE_DEADLINE_S = 10.0, 5.0
+T = TypeVar("T")
 
 
 def run(
-    *,
-    as_json: bool,
-    timeout: float,
-    port_range: str | None = None,
-    with_nccl: bool = False,
-    gpus: bool = True,
+    *, as_json: bool, timeout: float, port_range: str | None, with_nccl: bool, gpus: bool
 ) -> int:
     """Check this node, or under a launcher all nodes, and print one report.
 
@@ -66,15 +61,12 @@ def run(
     gathering = Gathering(readers, answer_deadline_s())
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # through `finally`
     try:
-        meeting = None
         if rank is None or rank.size > 1:
             rank = mpi.find_rank(rank, timeout)
-            meeting = Rendezvous.of(rank)
-        if meeting and rank.index:
-            code = asyncio.run(_follow(rank, gathering, meeting, timeout))
+        if rank.index:
+            code = asyncio.run(_follow(rank, gathering, timeout))
         else:
-            leader = _Leader(Launch(rank, timeout))
-            code = asyncio.run(leader.run(gathering, meeting, as_json, with_nccl))
+            code = asyncio.run(_Leader(Launch(rank, timeout)).run(gathering, as_json, with_nccl))
     except HpcdaskError as error:
         if rank is None or rank.index == 0:
             raise
@@ -85,12 +77,12 @@ def run(
     return code
 
 
-async def _report(gathering: Gathering, *, proves: bool) -> RankFacts:
+async def _gather(gathering: Gathering, *, proves: bool) -> RankFacts:
     """Return the facts of a rank; one that `proves` also uses each GPU of its node."""
-    known = RankFacts(**await asyncio.to_thread(gathering.results))
-    if proves and known.gpus and known.gpus.gpus:
-        return replace(known, stack=await stack.prove())
-    return known
+    facts = RankFacts(**await asyncio.to_thread(gathering.results))
+    if proves and facts.gpus and facts.gpus.gpus:
+        return replace(facts, stack=await proofs.prove_stack())
+    return facts
 
 
 class _Leader:
@@ -99,94 +91,85 @@ class _Leader:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._channels: dict[int, MessageStream] = {}
-        self._of_nccl: dict[int, dict[str, Told]] = {}
-        self._changed = asyncio.Event()
+        self._complete = asyncio.Event()
         launch.place(0, launch.rank.host, _boot_id())
 
-    async def run(
-        self, gathering: Gathering, meeting: Rendezvous | None, as_json: bool, with_nccl: bool
-    ) -> int:
+    async def run(self, gathering: Gathering, as_json: bool, with_nccl: bool) -> int:
         """Gather the reports of all ranks, print one, and return its exit code."""
         launch = self._launch
-        if meeting is not None:
-            await self._open(meeting)
-        launch.reports[0] = await _report(gathering, proves=True)
-        seconds = answer_deadline_s() + stack.DEADLINE_S + SPARE_S
-        await self._until(lambda: self._channels.keys() <= launch.reports.keys(), seconds)
+        if launch.rank.size > 1:
+            await self._meet(Rendezvous.of(launch.rank))
+        seconds, others = answer_deadline_s() + proofs.STACK_DEADLINE_S + SPARE_S, [*self._channels]
+        reports = asyncio.gather(*(self._hear(rank, seconds) for rank in others))
+        launch.arrivals[0].facts = await _gather(gathering, proves=True)
+        for rank, told in zip(others, await reports, strict=True):
+            if told is not None:
+                launch.arrivals[rank].facts = RankFacts.from_json(told["facts"])
         if with_nccl:
-            members = nccl.members(nodes.assemble(launch.reports, launch.hosts))
-            launch.nccl = await nccl.measure(members, self._try_nccl)
+            launch.nccl = await proofs.measure(proofs.members(launch.nodes()), self._try_nccl)
         code = show(launch, as_json)
         for channel in self._channels.values():
             channel.send(end=code)
-        await self._until(lambda: not self._channels, LEAVE_DEADLINE_S)
-        if len(launch.hosts) < launch.rank.size:
+        await asyncio.gather(*(self._hear(rank, LEAVE_DEADLINE_S) for rank in self._channels))
+        if len(launch.arrivals) < launch.rank.size:
             mpi.abort_launch(launch.rank, code)
         return code
 
-    async def _open(self, meeting: Rendezvous) -> None:
+    async def _meet(self, meeting: Rendezvous) -> None:
         """Wait for the other ranks, as many as arrive in time."""
         from distributed.utils import get_ip
 
         launch, address = self._launch, str(get_ip())  # the scheduler's address in a run
         others = [one.address for one in fabric.interfaces() if one.address != address]
-        server = Listener(self._serve, create_credentials())
+        server = Listener(self._note_arrival, create_credentials())
         try:
             port = await server.publish(meeting, launch.rank, address, others)
             launch.address = f"{address}:{port}"
-            await self._until(lambda: len(launch.hosts) == launch.rank.size, launch.timeout)
+            await _within(launch.timeout, self._complete.wait())
         finally:
             server.close()
             meeting.close()
 
-    async def _serve(self, hello: dict[str, Any], channel: MessageStream) -> None:
-        """Note what a rank reports, until it ends."""
+    async def _note_arrival(self, hello: dict[str, Any], channel: MessageStream) -> None:
         rank = int(hello["rank"])
-        self._launch.place(rank, hello["host"], hello["boot"])
-        self._launch.routes[rank] = Route(hello["address"], hello["failed"])
+        arrival = self._launch.place(rank, hello["host"], hello["boot"])
+        arrival.address, arrival.failed = hello["address"], hello["failed"]
+        arrival.ahead = hello["time"] - time.time()
         self._channels[rank] = channel
-        self._changed.set()
-        while (message := await channel.receive()) is not None:
-            if "nccl" in message:
-                told = message["nccl"].items()
-                self._of_nccl[rank] = {number: Told.from_json(one) for number, one in told}
-            else:
-                self._launch.ahead[rank] = message["time"] - time.time()
-                self._launch.reports[rank] = RankFacts.from_json(message["facts"])
-            self._changed.set()
-        del self._channels[rank]
-        channel.close()
-        self._changed.set()
+        if len(self._launch.arrivals) == self._launch.rank.size:
+            self._complete.set()
 
-    async def _until(self, done: Callable[[], bool], seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while not done():
-                    self._changed.clear()
-                    await self._changed.wait()
+    async def _hear(self, rank: int, seconds: float) -> dict[str, Any] | None:
+        """Return the next message of a rank; None if it is gone, or silent."""
+        return await _within(seconds, self._channels[rank].receive())
 
-    async def _try_nccl(self, rank: int, order: dict[str, Any]) -> dict[str, Told]:
-        """Return the reports of the processes of a rank's GPUs; none of a rank that has gone."""
+    async def _try_nccl(self, rank: int, order: dict[str, Any]) -> dict[str, Outcome]:
+        """Return the outcomes of a rank's GPUs; none of a rank that has gone."""
         if rank == 0:
-            return await nccl.obey(order)
-        if rank in self._channels:
-            self._channels[rank].send(nccl=order)
-        answered = lambda: rank in self._of_nccl or rank not in self._channels  # noqa: E731
-        await self._until(answered, nccl.DEADLINE_S + SPARE_S)
-        return self._of_nccl.get(rank, {})
+            return await proofs.obey(order)
+        self._channels[rank].send(nccl=order)
+        told = await self._hear(rank, proofs.NCCL_DEADLINE_S + SPARE_S) or {}
+        return {number: Outcome.from_json(one) for number, one in told.get("nccl", {}).items()}
 
 
-async def _follow(rank: Rank, gathering: Gathering, meeting: Rendezvous, timeout: float) -> int:
+async def _within(seconds: float, work: Awaitable[T]) -> T | None:
+    """Return the result of `work`; None at the deadline."""
+    with contextlib.suppress(TimeoutError):
+        return await asyncio.wait_for(work, seconds)
+    return None
+
+
+async def _follow(rank: Rank, gathering: Gathering, timeout: float) -> int:
     """Report to rank 0, do what it orders, and return its exit code."""
-    info, channel, address, failed = await find_leader(rank, meeting, timeout)
-    who = {"rank": rank.index, "host": rank.host, "boot": _boot_id()}
+    info, channel, address, failed = await find_leader(rank, Rendezvous.of(rank), timeout)
+    who = {"rank": rank.index, "host": rank.host, "boot": _boot_id(), "time": time.time()}
     channel.send(**who, address=address, failed=failed)
-    facts = await _report(gathering, proves=rank.local_index == 0)
-    channel.send(facts=facts.to_json(), time=time.time())
+    facts = await _gather(gathering, proves=rank.local_index == 0)
+    channel.send(facts=facts.to_json())
     while (order := await channel.receive()) is not None:
         if "end" in order:
             return int(order["end"])
-        told = await nccl.obey(order["nccl"])
+        told = await proofs.obey(order["nccl"])
         channel.send(nccl={number: one.to_json() for number, one in told.items()})
     if rank.index == 1:
         complain(f"rank 0 on {info.host} is gone: see what it printed")
@@ -198,19 +181,9 @@ def _boot_id() -> str:
     return read("/proc/sys/kernel/random/boot_id")
 
 
-def build(heard: Launch) -> Report:
-    """Return the report of a launch."""
-    found = nodes.assemble(heard.reports, heard.hosts, heard.rank.launcher)
-    between = [*launch.check_transport(found), *nccl.check(heard.nccl)]
-    if heard.rank.size > 1:
-        between = [*launch.check(heard), *between]
-    examined = [(node, nodes.examine(node)) for node in found]
-    return Report(examined, between, differences(found) if len(found) > 1 else [], heard.rank.size)
-
-
-def show(heard: Launch, as_json: bool) -> int:
+def show(launch: Launch, as_json: bool) -> int:
     """Print the report, as far as that can be written, and return the exit code."""
-    made = build(heard)
+    made = launch.report()
     with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe
         if as_json:
             print(report.to_json(made), flush=True)

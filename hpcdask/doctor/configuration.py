@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.util
 import os
-import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +24,10 @@ from hpcdask.security.credentials import check_configuration
 from hpcdask.spec.records import Record
 from hpcdask.upstream.configuration import sources, unreadable
 
-from .findings import Finding, Reporter
+from .host import FolderFacts
+from .report import Finding
 
-say = Reporter("configuration")
+finding = partial(Finding, "configuration")
 #: Sections that are read, with an example of each, and the keys of hpcdask itself.
 SECTIONS = {
     "hpcdask": "hpcdask: {port-range: 20000-20999}",
@@ -75,9 +76,10 @@ def _findings() -> Iterator[Finding]:
         check_configuration()
     except UsageError as error:
         what, _, advice = str(error).partition(". ")
-        yield say.error("files", what, advice)
+        yield finding("files", "error", what, advice)
     for path in unreadable():
-        yield say.warning("files", f"{path} cannot be read by you", f"Its owner: chmod a+r {path}")
+        advice = f"Its owner: chmod a+r {path}"
+        yield finding("files", "warning", f"{path} cannot be read by you", advice)
     sections: dict[str, dict[str, Setting]] = {}
     for source, content in sources():
         for section, key, value in _entries(content):
@@ -85,57 +87,13 @@ def _findings() -> Iterator[Finding]:
             settings.pop(key, None)  # in the order of their last sources
             settings[key] = Setting(value, source)
     if not sections:
-        yield say.ok(
-            "files", f"nothing of hpcdask or jobqueue in {', '.join(map(str, dask.config.paths))}"
-        )
+        value = f"nothing of hpcdask or jobqueue in {', '.join(map(str, dask.config.paths))}"
+        yield finding("files", "ok", value)
     for section, settings in sections.items():
         if one := settings.pop("", None):
             yield _no_section(section, one)
         if settings:
             yield from _check_section(section, settings)
-
-
-def _no_section(section: str, one: Setting) -> Finding:
-    if one.value is None:
-        value = f"no such section, so without effect ({one.source})"
-        return say.warning(section, value, _meant(section, SECTIONS))
-    example = SECTIONS[section.partition(".")[0]]
-    value = f"is {one}, not a section with keys ({one.source})"
-    return say.warning(section, value, f"Write it as in {example}")
-
-
-def _check_section(section: str, settings: Mapping[str, Setting]) -> Iterator[Finding]:
-    files: dict[str, list[str]] = {}
-    for key, one in settings.items():
-        files.setdefault(one.source, []).append(f"{key}={one}")
-    for source, values in files.items():
-        yield say.ok(section, f"{', '.join(values)} ({source})")
-    system, name = system_of(section), section.removeprefix("jobqueue.")
-    near = difflib.get_close_matches(name, systems(), 1, ALIKE)
-    if section != "hpcdask" and system is None and near:
-        value = f"is no queueing system's, and read only with config_name={name!r}"
-        yield say.warning(section, value, f"Did you mean jobqueue.{near[0]}?")
-    known = OWN_KEYS if section == "hpcdask" else _keys(system)
-    obstacles = False
-    for key, one in settings.items():
-        said = f"{key}: {{}} ({one.source})"
-        first = key.partition(".")[0]
-        if first not in known:
-            value = said.format("no such key, so without effect")
-            yield say.warning(section, value, _meant(first, known))
-        obstacle = obstacle_of(key, str(one.value)) if key in FOLDERS and one.value else ""
-        if not obstacle:
-            continue
-        obstacles = True
-        what, _, advice = obstacle.partition(": ")
-        if key == "local-directory" and job_id() is None:
-            advice = "It is a folder of the nodes: see srun hpcdask doctor there"
-            yield say.note(section, said.format(what), advice)
-        else:
-            mend = f"To fix it: {advice}" if advice else "Name a folder in which you may write"
-            yield say.warning(section, said.format(what), mend)
-    if system and not obstacles and (refusal := _refusal(section, system)):
-        yield say.warning(section, refusal, f"Correct it in {', '.join(files)}")
 
 
 def _entries(content: Any, *path: str) -> Iterator[tuple[str, str, Any]]:
@@ -153,13 +111,76 @@ def _entries(content: Any, *path: str) -> Iterator[tuple[str, str, Any]]:
         yield ".".join(path[:count]), ".".join(path[count:]), content
 
 
+def _no_section(section: str, one: Setting) -> Finding:
+    if one.value is None:
+        value = f"no such section, so without effect ({one.source})"
+        return finding(section, "warning", value, _meant(section, SECTIONS))
+    value = f"is {one}, not a section with keys ({one.source})"
+    advice = f"Write it as in {SECTIONS[section.partition('.')[0]]}"
+    return finding(section, "warning", value, advice)
+
+
+def _check_section(section: str, settings: Mapping[str, Setting]) -> Iterator[Finding]:
+    for source in dict.fromkeys(one.source for one in settings.values()):
+        values = [f"{key}={one}" for key, one in settings.items() if one.source == source]
+        yield finding(section, "ok", f"{', '.join(values)} ({source})")
+    name = section.removeprefix("jobqueue.")
+    system = next((one for one in systems() if name == one or name.startswith(f"{one}-")), None)
+    near = difflib.get_close_matches(name, systems(), 1, ALIKE)
+    if system is None and near:
+        value = f"is no queueing system's, and read only with config_name={name!r}"
+        yield finding(section, "warning", value, f"Did you mean jobqueue.{near[0]}?")
+    known = OWN_KEYS if section == "hpcdask" else _keys(system)
+    for key, one in settings.items():
+        first = key.partition(".")[0]
+        if first not in known:
+            value = f"{key}: no such key, so without effect ({one.source})"
+            yield finding(section, "warning", value, _meant(first, known))
+    obstacles = list(_check_folders(section, settings))
+    yield from obstacles
+    if system and not obstacles and (refusal := _refusal(section, system)):
+        files = dict.fromkeys(one.source for one in settings.values())
+        yield finding(section, "warning", refusal, f"Correct it in {', '.join(files)}")
+
+
+def _check_folders(section: str, settings: Mapping[str, Setting]) -> Iterator[Finding]:
+    for key, (value, source) in settings.items():
+        if key not in FOLDERS or not value:
+            continue
+        try:
+            check_folder(key, str(value))
+        except (OSError, UsageError) as error:
+            what, _, mend = str(error).removeprefix("--local-directory: ").partition(": ")
+            said = f"{key}: {what} ({source})"
+            if key == "local-directory" and job_id() is None:
+                advice = "It is a folder of the nodes: see srun hpcdask doctor there"
+                yield finding(section, "note", said, advice)
+            else:
+                advice = f"To fix it: {mend or 'name a folder in which you may write'}"
+                yield finding(section, "warning", said, advice)
+
+
+def check_folder(key: str, value: str) -> None:
+    """Raise UsageError or OSError if the folder of a key can neither be used nor made."""
+    existing = path = Path(base_folder(value)) if key == "local-directory" else base_path(value)
+    while not existing.exists():
+        existing = existing.parent
+    missing = "" if existing == path else f"{path} is missing"
+    if missing and key == "shared-directory":
+        raise UsageError(missing)
+    if not FolderFacts.read(str(existing)).writable:
+        raise UsageError(", and ".join(filter(None, (missing, f"{existing} cannot be written"))))
+    if FOLDERS[key] and not missing:
+        check_owned(path)
+
+
 def _refusal(section: str, system: str) -> str:
     """Return the error of a cluster of this section about its values; empty if they are right."""
     from hpcdask.clusters.classes import class_of
     from hpcdask.clusters.options import ClusterOptions
 
     known = dask.config.get(section, {})
-    keywords = {key: value for key, value in OF_USERS.items() if key not in known}
+    keywords = {key: value for key, value in OF_USERS.items() if known.get(key) is None}
     keywords["config_name"] = section.removeprefix("jobqueue.")
     # a scheduler's interface is not of the nodes, those of workers are
     on_node = job_id() is not None and bool((known.get("scheduler-options") or {}).get("interface"))
@@ -172,33 +193,6 @@ def _refusal(section: str, system: str) -> str:
     return ""
 
 
-def obstacle_of(key: str, value: str) -> str:
-    """Return why the folder of a value cannot be used; empty if it can, or can be made."""
-    try:
-        existing = path = Path(base_folder(value)) if key == "local-directory" else base_path(value)
-        while not existing.exists():
-            existing = existing.parent
-        if key == "shared-directory" and existing != path:
-            return f"{path} is missing"
-        missing = f"{path} is missing, and " if existing != path else ""
-        try:  # the kernel's word on access is always yes to root
-            with tempfile.TemporaryFile(dir=existing):
-                pass
-        except OSError:
-            return f"{missing}{existing} cannot be written"
-        if FOLDERS[key] and existing == path:
-            check_owned(path)
-    except (OSError, UsageError) as error:
-        return str(error).removeprefix("--local-directory: ")
-    return ""
-
-
-def system_of(section: str) -> str | None:
-    """Return the queueing system of a section such as ``jobqueue.slurm-h200``, or None."""
-    name = section.removeprefix("jobqueue.")
-    return next((one for one in systems() if name == one or name.startswith(f"{one}-")), None)
-
-
 def _meant(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
     return f"Did you mean {near[0]}?" if near else f"There are {', '.join(sorted(known))}"
@@ -207,7 +201,7 @@ def _meant(name: str, known: Collection[str]) -> str:
 @functools.cache
 def _keys(system: str | None) -> Collection[str]:
     """Return the keys of a system's section, or of any, by dask-jobqueue's defaults."""
-    spec = importlib.util.find_spec("dask_jobqueue")  # its import writes a file
+    spec = find_spec("dask_jobqueue")  # its import writes a file
     assert spec is not None
     assert spec.origin is not None
     defaults = os.path.join(os.path.dirname(spec.origin), "jobqueue.yaml")

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
 
 from hpcdask.comm.transport import NodeLinks, confined
+from hpcdask.errors import DeviceError
 from hpcdask.gpu import driver, nvml
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu, visible_gpus
 from hpcdask.gpu.nvml import Device
 from hpcdask.logs import some, spans
-from hpcdask.queues.environment import granted
 from hpcdask.spec.records import Record
 
-from .findings import Finding, Reporter
+from .report import SLOW, Finding, together
 
 if TYPE_CHECKING:
     from .nodes import Node
 
-say = Reporter("GPUs")
+finding = partial(Finding, "GPUs")
 #: Part of the command lines of the doctor's own processes on a GPU.
 OWN = "hpcdask.doctor"
-#: Compute modes in which a GPU is not for every process.
-MODES = {1: "exclusive (thread)", 2: "prohibited", 3: "exclusive (process)"}
+#: Compute modes by NVML's numbers.
+EXCLUSIVE_THREAD, PROHIBITED, EXCLUSIVE_PROCESS = 1, 2, 3
 #: Clock limits that heat or a weak supply cause (NVML's clocks event reasons).
 SLOWDOWNS = {0x8: "hardware slowdown", 0x60: "heat", 0x80: "power brake"}
 LEAVE_OUT = "Tell the site's staff, and leave the GPU out with CUDA_VISIBLE_DEVICES"
@@ -45,6 +47,11 @@ class GpuProcess(Record):
     user: str | None = None
     memory: int | None = None
 
+    def __str__(self) -> str:
+        user = f" of {self.user}" if self.user else ""
+        memory = f", {format_bytes(self.memory)}" if self.memory else ""
+        return f"{self.pid} ({self.name or 'not visible here'}{user}{memory})"
+
 
 @dataclass(frozen=True)
 class GpuFacts(Gpu):
@@ -52,8 +59,6 @@ class GpuFacts(Gpu):
 
     index: int = 0
     free: int = 0
-    sliced: bool = False
-    numa: int | None = None
     compute_mode: int | None = None
     pcie_width: int | None = None
     pcie_max_width: int | None = None
@@ -80,8 +85,6 @@ class GpuFacts(Gpu):
             **gpu.__dict__,
             index=ask("nvmlDeviceGetIndex") or 0,
             free=free,
-            sliced=device.is_slice,
-            numa=_numa_node(device.bus().lower()),
             compute_mode=ask("nvmlDeviceGetComputeMode"),
             pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
             pcie_max_width=ask("nvmlDeviceGetMaxPcieLinkWidth"),
@@ -95,6 +98,20 @@ class GpuFacts(Gpu):
             capability=capability and tuple(capability),
             processes=tuple(_processes(device)),
         )
+
+    @property
+    def sliced(self) -> bool:
+        """Return whether this is a MIG slice."""
+        return self.uuid.startswith("MIG-")
+
+    @property
+    def kind(self) -> str:
+        """Return the model with its memory and links."""
+        pcie = (
+            f", PCIe gen {self.pcie_max_gen or '?'} x{self.pcie_width}" if self.pcie_width else ""
+        )
+        nvlinks = f", {self.nvlinks} NVLinks" if self.nvlinks else ""
+        return f"{self.name}, {format_bytes(self.memory)}{pcie}{nvlinks}"
 
 
 @dataclass(frozen=True)
@@ -117,12 +134,6 @@ class GpusFacts(Record):
         return cls(True, gpus, *versions)
 
 
-def _numa_node(bus: str) -> int | None:
-    """Return the NUMA node of a PCI device, whose domain has eight digits, the kernel's four."""
-    number = driver.read(f"/sys/bus/pci/devices/{bus[-12:]}/numa_node")
-    return int(number) if number.isdigit() else None
-
-
 def _processes(device: Device) -> Iterator[GpuProcess]:
     """Yield the processes on a GPU, without the doctor's own."""
     import psutil
@@ -135,188 +146,130 @@ def _processes(device: Device) -> Iterator[GpuProcess]:
             yield GpuProcess(pid, known.get("name"), known.get("username"), nbytes)
 
 
-Gpus = Sequence[GpuFacts]
-
-
 def check(known: GpusFacts, node: Node) -> Iterator[Finding]:
     """Yield findings on the GPUs of one node."""
     gpus = node.gpus
     if not gpus:
         yield _none(known, node)
         return
-    kinds = Counter((gpu.name, format_bytes(gpu.memory)) for gpu in gpus)
-    names = [f"{count} x {name}, {memory}" for (name, memory), count in kinds.items()]
-    yield say.ok("driver", f"{known.driver}, runs CUDA {'.'.join(map(str, known.cuda))}")
-    yield say.ok("GPUs", ", ".join(names))
+    kinds = Counter(gpu.kind for gpu in gpus)
+    yield finding("driver", "ok", f"{known.driver}, runs CUDA {'.'.join(map(str, known.cuda))}")
+    yield finding("GPUs", "ok", "; ".join(f"{count} x {kind}" for kind, count in kinds.items()))
+    flaws = together((flaw, gpu.index) for gpu in gpus for flaw in _flaws(gpu, node))
+    for flaw, numbers in flaws.items():
+        where = f" (GPU {spans(numbers)})" if len(numbers) < len(gpus) else ""
+        yield replace(flaw, value=f"{flaw.value}{where}")
     yield from _confined(node)
-    yield from _health(gpus)
-    yield from _pcie(gpus)
-    yield from _modes(gpus)
-    yield from _clocks(gpus)
-    yield from _links(gpus)
     yield from _nvlink(node)
-    yield from _free(gpus)
-    yield _tenants(gpus)
-    yield from _cores(node)
-
-
-def which(gpus: Gpus, chosen: Gpus) -> str:
-    """Return the numbers in nvidia-smi of some of the GPUs; empty for all."""
-    return f"GPU {spans(gpu.index for gpu in chosen)}: " if len(chosen) < len(gpus) else ""
+    yield from _ranks(node)
 
 
 def _none(known: GpusFacts, node: Node) -> Finding:
-    queue, get = node.facts.queue, "Check nvidia-smi and CUDA_VISIBLE_DEVICES here"
-    if queue and queue.request:
-        get = f"Request them, for example {queue.request}"
+    queue = node.facts.queue
     if known.device_files:
         visible = next(iter(node.processes.values())).env.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-        return say.warning("GPUs", f"none of this node's may be used{hidden}", get)
-    if queue and (given := granted(queue.gpus)):
-        value = f"the NVIDIA driver was not found, but the job has GPUs ({given})"
-        advice = "Pass them into the container: apptainer exec --nv, or docker run --gpus all. "
-        advice += (
-            f"Outside of one, see nvidia-smi, and whether the step has them: srun {EACH_A_GPU}"
-        )
-        return say.warning("GPUs", value, advice)
-    if queue and queue.job:
-        advice = f"{get}. To compute on the CPU: hpcdask doctor --device cpu"
-        return say.warning("GPUs", "no NVIDIA GPU here, inside a job", advice)
-    hint = f"Run it where the workers will be: srun {EACH_A_GPU} hpcdask doctor"
-    return say.ok("GPUs", "no NVIDIA GPU here", hint)
+        value = f"none of this node's may be used{hidden}"
+    elif queue and queue.job:
+        value = "no NVIDIA GPU here, inside a job"
+    else:
+        hint = f"Run it where the workers will be: srun {EACH_A_GPU} hpcdask doctor"
+        return finding("GPUs", "ok", "no NVIDIA GPU here", hint)
+    advice = f"{queue.request if queue else ''}To compute on the CPU: hpcdask doctor --device cpu"
+    return finding("GPUs", "warning", value, advice)
+
+
+def _flaws(gpu: GpuFacts, node: Node) -> Iterator[Finding]:
+    """Yield findings on one GPU, in words that others with the same flaw share."""
+    if gpu.remap_failed:
+        value = "memory rows could not be remapped"
+        yield finding("memory errors", "error", value, LEAVE_OUT)
+    if gpu.retirement_pending:
+        value = "memory waits to be retired, at a reset"
+        yield finding("memory errors", "warning", value, OTHER_NODE)
+    if gpu.ecc_uncorrected:
+        value = f"{gpu.ecc_uncorrected} uncorrected since the driver started"
+        yield finding("memory errors", "warning", value, LEAVE_OUT)
+    if (gpu.pcie_width or math.inf) < (gpu.pcie_max_width or 0):
+        value = f"{SLOW}x{gpu.pcie_width} of x{gpu.pcie_max_width} lanes in use"
+        yield finding("PCIe", "warning", value, OTHER_NODE)
+    if gpu.compute_mode == PROHIBITED:
+        yield finding("compute mode", "error", "prohibited", "Use another node or GPU")
+    if gpu.compute_mode in (EXCLUSIVE_THREAD, EXCLUSIVE_PROCESS):
+        advice = "One process only can use such a GPU, not so with ucx or --oversubscribe: "
+        advice += "nvidia-smi -c 0, or SLURM's --gpu_cmode=shared where the site allows it"
+        yield finding("compute mode", "warning", "exclusive", advice)
+    if gpu.persistence == 0:
+        hint = "The first use of an idle GPU takes some seconds more"
+        yield finding("persistence mode", "ok", "off", hint)
+    if causes := [text for bits, text in SLOWDOWNS.items() if (gpu.clock_limits or 0) & bits]:
+        value = f"{SLOW}slowed down by the driver: {', '.join(causes)}"
+        yield finding("clocks", "warning", value, OTHER_NODE)
+    most = max(other.nvlinks for other in node.gpus if other.name == gpu.name)
+    if 0 < gpu.nvlinks < most and not gpu.sliced:
+        value = f"{SLOW}{gpu.nvlinks} of {most} links up"
+        yield finding("NVLink links", "warning", value, LEAVE_OUT)
+    if gpu.free < LEAST_FREE * gpu.memory:
+        value = f"{format_bytes(gpu.free)} of {format_bytes(gpu.memory)}"
+        advice = "An RMM pool may find no room: end what is left over, or request the GPU for "
+        yield finding("free memory", "warning", value, f"{advice}yourself")
+    if gpu.processes:
+        advice = "They share the GPU's memory and time: if yours are left from an earlier run, end "
+        value = some(map(str, gpu.processes), 8, "; ")
+        yield finding("other processes", "warning", value, f"{advice}them with kill PID")
+    if gpu.cores and not node.cores.intersection(gpu.cores):
+        value = f"{SLOW}none of the {len(node.cores)} cores that may be used ({spans(node.cores)}) "
+        value += f"is near (near: {spans(gpu.cores)})"
+        advice = "Copies between host and GPU cross the node: request cores near the GPUs (srun "
+        advice += "--gpu-bind=closest), or all cores of the node"
+        yield finding("NUMA", "warning", value, advice)
 
 
 def _confined(node: Node) -> Iterator[Finding]:
     """Yield a finding on GPUs that a cgroup keeps from a rank, or from the whole job."""
     fabrics = node.fabrics.values()
     if confined([NodeLinks("", node.gpus, fabric) for fabric in fabrics]):
-        value = "a cgroup keeps the ranks from each other's GPUs"
+        value = f"{SLOW}a cgroup keeps the ranks from each other's GPUs"
         advice = "NVLink is not used between them (no CUDA IPC): let jobs have whole nodes, or "
-        yield say.slow("confined", value, f"{advice}start the ranks with --gpu-bind=none")
+        yield finding("confined", "warning", value, f"{advice}start the ranks with --gpu-bind=none")
     elif hidden := max((one.hidden_gpus for one in fabrics), default=0):
         hint = "NVLink is not used between such jobs (no CUDA IPC): let each have a whole node"
-        yield say.ok("confined", f"{hidden} of this node's GPUs belong to other jobs", hint)
-
-
-def _health(gpus: Gpus) -> Iterator[Finding]:
-    topic, is_well = "memory errors", True
-    for make, text, faulty, advice in (
-        (say.error, "memory rows could not be remapped", "remap_failed", LEAVE_OUT),
-        (say.warning, "memory waits to be retired, at a reset", "retirement_pending", OTHER_NODE),
-        (say.warning, "{} uncorrected since the driver started", "ecc_uncorrected", LEAVE_OUT),
-    ):
-        if found := [gpu for gpu in gpus if getattr(gpu, faulty)]:
-            value = text.format(sum(getattr(gpu, faulty) for gpu in found))
-            yield make(topic, f"{which(gpus, found)}{value}", advice)
-            is_well = False
-    if is_well:
-        on = any(gpu.ecc_uncorrected is not None for gpu in gpus)
-        yield say.ok(topic, "no uncorrected memory errors" if on else "no ECC counters")
-
-
-def _pcie(gpus: Gpus) -> Iterator[Finding]:
-    known = [gpu for gpu in gpus if gpu.pcie_width]
-    if narrow := [gpu for gpu in known if (gpu.pcie_width or 0) < (gpu.pcie_max_width or 0)]:
-        lanes = f"x{narrow[0].pcie_width} of x{narrow[0].pcie_max_width} lanes in use"
-        yield say.slow("PCIe", f"{which(gpus, narrow)}{lanes}", OTHER_NODE)
-    elif known:
-        links = (f"gen {gpu.pcie_max_gen or '?'} x{gpu.pcie_width}" for gpu in known)
-        yield say.ok("PCIe", ", ".join(dict.fromkeys(links)))
-
-
-def _modes(gpus: Gpus) -> Iterator[Finding]:
-    for number, words in MODES.items():
-        found = [gpu for gpu in gpus if gpu.compute_mode == number]
-        value = f"{which(gpus, found)}{words}"
-        if found and words == "prohibited":
-            yield say.error("compute mode", value, "Use another node or GPU")
-        elif found:
-            advice = "One process only can use such a GPU, not so with ucx or --oversubscribe: "
-            advice += "nvidia-smi -c 0, or SLURM's --gpu_cmode=shared where the site allows it"
-            yield say.warning("compute mode", value, advice)
-    if off := [gpu for gpu in gpus if gpu.persistence == 0]:
-        hint = "The first use of an idle GPU takes some seconds more"
-        yield say.ok("persistence mode", f"{which(gpus, off)}off", hint)
-
-
-def _clocks(gpus: Gpus) -> Iterator[Finding]:
-    for bits, cause in SLOWDOWNS.items():
-        if slow := [gpu for gpu in gpus if (gpu.clock_limits or 0) & bits]:
-            value = f"{which(gpus, slow)}slowed down by the driver ({cause})"
-            yield say.slow("clocks", value, OTHER_NODE)
-
-
-def _links(gpus: Gpus) -> Iterator[Finding]:
-    topic = "NVLink links"
-    known = [gpu for gpu in gpus if gpu.nvlinks and not gpu.sliced]
-    most: dict[str, int] = {}
-    for gpu in known:
-        most[gpu.name] = max(most.get(gpu.name, 0), gpu.nvlinks)
-    if lacking := [gpu for gpu in known if gpu.nvlinks < most[gpu.name]]:
-        links = f"{lacking[0].nvlinks} of {most[lacking[0].name]} links up"
-        yield say.slow(topic, f"{which(gpus, lacking)}{links}", LEAVE_OUT)
-    elif known:
-        counts = " or ".join(map(str, dict.fromkeys(most.values())))
-        yield say.ok(topic, f"{which(gpus, known)}{counts} up on each")
+        yield finding("confined", "ok", f"{hidden} of this node's GPUs belong to other jobs", hint)
 
 
 def _nvlink(node: Node) -> Iterator[Finding]:
+    """Yield a finding on the pairs of GPUs that NVLink joins, where a rank sees all of them."""
     gpus, fabric = node.gpus, node.facts.fabric
-    number, sliced = {gpu.uuid: gpu.index for gpu in gpus}, any(gpu.sliced for gpu in gpus)
-    if len(gpus) < 2 or fabric is None or (number.keys() - set(fabric.gpus) and not sliced):
-        return  # no rank sees all
+    uuids, value = {gpu.uuid for gpu in gpus}, "between all GPUs"
+    if len(gpus) < 2 or fabric is None:
+        return
+    joined = sum(uuids.issuperset(pair) for pair in fabric.nvlink)
     every = len(gpus) * (len(gpus) - 1) // 2
-    joined = [(number[a], number[b]) for a, b in fabric.nvlink if {a, b} <= number.keys()]
-    value = "not between these GPUs"
-    if sliced:
+    if any(gpu.sliced for gpu in gpus):
         value = "not between MIG slices"
-    elif len(joined) == every:
-        value = "between all GPUs"
-    elif joined:
-        firsts = sorted({first for first, _ in joined})
-        pairs = (f"{one} to {spans(b for a, b in joined if a == one)}" for one in firsts)
-        value = f"between {len(joined)} of {every} pairs of GPUs: {', '.join(pairs)}"
-    yield say.ok("NVLink", value)
+    elif not uuids.issubset(fabric.gpus):
+        return
+    elif joined < every:
+        value = f"between {joined} of {every} pairs of GPUs (nvidia-smi topo -m)"
+    yield finding("NVLink", "ok", value)
 
 
-def _free(gpus: Gpus) -> Iterator[Finding]:
-    least = min(gpus, key=lambda gpu: gpu.free / gpu.memory)
-    if full := [gpu for gpu in gpus if gpu.free < LEAST_FREE * gpu.memory]:
-        value = f"{which(gpus, full)}{format_bytes(least.free)} of {format_bytes(least.memory)}"
-        advice = "An RMM pool may find no room: end what is left over, or request the GPU for "
-        yield say.warning("free memory", value, f"{advice}yourself. nvidia-smi lists processes")
+def _ranks(node: Node) -> Iterator[Finding]:
+    """Yield a finding on whether each rank of the node gets a GPU of its own."""
+    topic, gpus, ranks = "GPU of each rank", node.gpus, node.ranks
+    if len(ranks) < 2:
+        return
+    try:
+        node.assign()
+    except DeviceError as error:
+        value, _, advice = str(error).partition(": ")
+        yield finding(topic, "error", value, advice or f"Request one for each: {EACH_A_GPU}")
+        return
+    if idle := len(gpus) - len(ranks):
+        value = f"{len(ranks)} ranks for {len(gpus)} GPUs: {idle} without work"
+        yield finding(topic, "warning", value, f"Start {len(gpus)} ranks on each node")
     else:
-        yield say.ok("free memory", f"at least {least.free / least.memory:.0%} of each GPU")
-
-
-def _tenants(gpus: Gpus) -> Finding:
-    found: dict[int, list[tuple[int, GpuProcess]]] = {}
-    for gpu in gpus:
-        for process in gpu.processes:
-            found.setdefault(process.pid, []).append((gpu.index, process))
-    if not found:
-        return say.ok("other processes", "none on these GPUs")
-    texts = []
-    for pid, uses in found.items():
-        one = uses[0][1]
-        user = f" of {one.user}" if one.user else ""
-        nbytes = sum(process.memory or 0 for _, process in uses)
-        memory = f", {format_bytes(nbytes)}" if nbytes else ""
-        where = spans(index for index, _ in uses)
-        texts.append(f"{pid} ({one.name or 'not visible here'}{user}{memory}, on GPU {where})")
-    advice = "They share the GPUs' memory and time: if yours are left from an earlier run, end "
-    return say.warning("other processes", some(texts, 8, "; "), f"{advice}them with kill PID")
-
-
-def _cores(node: Node) -> Iterator[Finding]:
-    owned, placed = node.cores, [gpu for gpu in node.gpus if gpu.cores]
-    if far := [gpu for gpu in placed if not owned & set(gpu.cores)]:
-        value = f"{which(node.gpus, far)}none of the {len(owned)} cores that may be used "
-        value += f"({spans(owned)}) is near (near: {spans(far[0].cores)})"
-        advice = "Copies between host and GPU cross the node: request cores near the GPUs (srun "
-        yield say.slow("NUMA", value, f"{advice}--gpu-bind=closest), or all cores of the node")
-    elif placed:
-        nodes = sorted({gpu.numa for gpu in placed if gpu.numa is not None})
-        where = f" (NUMA nodes {spans(nodes)})" if nodes else ""
-        yield say.ok("NUMA", f"every GPU has cores near it{where}")
+        every = all(len(seen) == len(gpus) for seen in node.seen().values())
+        yield finding(
+            topic, "ok", "each sees all and takes its own" if every else "each sees its own"
+        )

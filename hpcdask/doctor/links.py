@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from hpcdask.comm.fabric import Fabric
 from hpcdask.comm.transport import USE_SYSTEM
@@ -14,27 +16,25 @@ from hpcdask.logs import plural
 from hpcdask.security import ports
 from hpcdask.spec.records import Record
 
-from .findings import Finding, Reporter
-from .node import ProcessFacts
+from .host import SLOW_SETTINGS, ProcessFacts
+from .report import SLOW, Finding
 
 if TYPE_CHECKING:
     from .nodes import Node
 
-say, of_settings = Reporter("network"), Reporter("settings")
+finding, of_settings = partial(Finding, "network"), partial(Finding, "settings")
 TLS, DEVICES = "UCX_TLS", "UCX_NET_DEVICES"
 
 
 def check(known: Fabric, node: Node) -> Iterator[Finding]:
     """Yield findings on one node's links."""
-    if known.interfaces:
-        texts = (
-            f"{one.name} {one.address} {one.kind}{_speed(one.speed)}" for one in known.interfaces
-        )
-        yield say.ok("interfaces", ", ".join(texts))
+    names = [f"{one.name} {one.address} {one.kind}{_speed(one.speed)}" for one in known.interfaces]
+    if names:
+        yield finding("interfaces", "ok", ", ".join(names))
     else:
         advice = "A cluster can only be on this node: see ip addr"
-        yield say.warning("interfaces", "none that leads to other nodes", advice)
-    yield from _ports(known)
+        yield finding("interfaces", "warning", "none that leads to other nodes", advice)
+    yield from _infiniband(known)
     yield from _ucx(known, has_gpus=bool(node.gpus))
 
 
@@ -46,55 +46,54 @@ def _usable(known: Fabric) -> list[str]:
     return [f"{p.name}{_speed(p.speed)}{' (RoCE)' * p.roce}" for p in known.infiniband if p.usable]
 
 
-def _ports(known: Fabric) -> Iterator[Finding]:
-    topic, usable = "InfiniBand", _usable(known)
+def _infiniband(known: Fabric) -> Iterator[Finding]:
+    usable = ", ".join(_usable(known))
     idle = ", ".join(f"{p.name} {p.state}" for p in known.infiniband if p.state != "ACTIVE")
     shut = [p.name for p in known.infiniband if p.state == "ACTIVE" and not p.accessible]
     if shut:
         advice = "Start the container with the devices in /dev/infiniband, or request them"
-        yield say.warning(topic, f"{', '.join(shut)} cannot be opened", advice)
+        yield finding("InfiniBand", "warning", f"{', '.join(shut)} cannot be opened", advice)
     elif idle and not usable:
         advice = "No port is active: tell the site's staff if it should be"
-        yield say.warning(topic, idle, advice)
+        yield finding("InfiniBand", "warning", idle, advice)
     if usable:
-        yield say.ok(topic, ", ".join(usable), f"Not active: {idle}" if idle else "")
+        yield finding("InfiniBand", "ok", usable, idle and f"Not active: {idle}")
 
 
 def _ucx(known: Fabric, *, has_gpus: bool) -> Iterator[Finding]:
     ucx, usable = known.ucx, _usable(known)
-    if ucx.problem:
-        if has_gpus and (known.nvlink or usable):
-            lost = "cannot be used, so NVLink and InfiniBand are not"
-            yield say.warning("UCX", lost, ucx.problem)
-        else:
-            yield say.ok("UCX", "not used", ucx.problem if has_gpus else "")
-        return
-    built_in = ", ".join(("tcp", "shared memory", *ucx.transports))
-    where = "the system's" if ucx.source == "system" else "its package's"
-    yield say.ok("UCX", f"{ucx.ucx} ({where}) with {built_in}")
-    if has_gpus and "cuda" not in ucx.transports:
-        lost = "this UCX has no CUDA transport, so GPU memory and NVLink are not used"
-        yield say.slow("UCX and NVLink", lost, f"Use that of the package: unset {PREFER_SYSTEM}")
-    if "ib" not in ucx.transports and usable:
-        lost = "this UCX has no InfiniBand transport, and goes over tcp between nodes"
-        yield say.slow("UCX and InfiniBand", lost, f"UCX from PyPI has none: {USE_SYSTEM}")
+    if ucx.problem and has_gpus and (known.nvlink or usable):
+        value = "cannot be used, so NVLink and InfiniBand are not"
+        yield finding("UCX", "warning", value, ucx.problem)
+    elif ucx.problem:
+        yield finding("UCX", "ok", "not used", ucx.problem if has_gpus else "")
+    else:
+        built_in = ", ".join(("tcp", "shared memory", *ucx.transports))
+        where = "the system's" if ucx.source == "system" else "its package's"
+        yield finding("UCX", "ok", f"{ucx.ucx} ({where}) with {built_in}")
+        if has_gpus and "cuda" not in ucx.transports:
+            value = f"{SLOW}this UCX has no CUDA transport, so GPU memory and NVLink are not used"
+            advice = f"Use that of the package: unset {PREFER_SYSTEM}"
+            yield finding("UCX and NVLink", "warning", value, advice)
+        if "ib" not in ucx.transports and usable:
+            value = f"{SLOW}this UCX has no InfiniBand transport, and goes over tcp between nodes"
+            advice = f"UCX from PyPI has none: {USE_SYSTEM}"
+            yield finding("UCX and InfiniBand", "warning", value, advice)
 
 
-def check_settings(process: ProcessFacts, node: Node) -> list[Finding]:
-    """Return findings on the user's settings, in one rank, that slow things down."""
-    found: list[Finding] = []
+def check_settings(process: ProcessFacts, node: Node) -> Iterator[Finding]:
+    """Yield findings on the user's settings, in one rank, that slow things down."""
+    settings = {**process.env, **process.config}
+    for name, (slow, lost, advice) in SLOW_SETTINGS.items():
+        value = str(settings.get(name, ""))
+        if re.match(slow, value, re.IGNORECASE):
+            yield of_settings(name, "warning", f"{SLOW}with {value}, {lost}", advice)
     if known := node.facts.fabric:
-        found = [*_tls(process.env, known, node), *_devices(process.env, known)]
-    found += _switches(process.env, process.config)
-    reported = {finding.topic for finding in found}
-    rest = [
-        f"{name}={value}"
-        for name, value in sorted(process.env.items())
-        if name.startswith(("UCX_", "DASK_", "CUDA_VISIBLE")) and name not in reported
-    ]
-    if rest:
-        found.append(of_settings.ok("variables", " ".join(rest)))
-    return found
+        yield from _tls(process.env, known, node)
+        yield from _devices(process.env, known)
+    if process.env:
+        values = " ".join(f"{name}={value}" for name, value in sorted(process.env.items()))
+        yield of_settings("variables", "ok", values)
 
 
 def _tls(environ: Mapping[str, str], known: Fabric, node: Node) -> Iterator[Finding]:
@@ -107,8 +106,9 @@ def _tls(environ: Mapping[str, str], known: Fabric, node: Node) -> Iterator[Find
     }
     lost = [text for text, (part, there) in wanted.items() if there and not ucx.permits(part)]
     if lost:
+        value = f"{SLOW}with {ucx.tls}, {', '.join(lost)}"
         advice = "Unset UCX_TLS and let UCX choose, or add what is missing"
-        yield of_settings.slow(TLS, f"with {ucx.tls}, {', '.join(lost)}", advice)
+        yield of_settings(TLS, "warning", value, advice)
 
 
 def _devices(environ: Mapping[str, str], known: Fabric) -> Iterator[Finding]:
@@ -123,28 +123,11 @@ def _devices(environ: Mapping[str, str], known: Fabric) -> Iterator[Finding]:
     if wrong := listed - there - {"lo"}:
         value = f"{devices}: this node has no {', '.join(sorted(wrong))}"
         advice = f"Unset it, or choose of {', '.join(sorted(there)) or 'none'}, which are there"
-        yield of_settings.error(DEVICES, value, advice)
+        yield of_settings(DEVICES, "error", value, advice)
     elif not listed & ports and _usable(known):
-        named = ", ".join(sorted(port.name for port in known.infiniband))
-        lost = f"with {devices}, InfiniBand is not used"
-        yield of_settings.slow(DEVICES, lost, f"Unset it, or name a port of {named}")
-
-
-def _switches(environ: Mapping[str, str], config: Mapping[str, Any]) -> Iterator[Finding]:
-    slow = of_settings.slow
-    if environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
-        advice = "It is for debugging: unset it"
-        yield slow("CUDA_LAUNCH_BLOCKING", "each kernel is waited for", advice)
-    level = environ.get("UCX_LOG_LEVEL", "")
-    if level.lower().startswith(("debug", "trace", "data", "req")):
-        yield slow("UCX_LOG_LEVEL", f"with {level}, each message is logged", "Unset it")
-    for name, value in config.items():
-        if name.startswith("distributed-ucxx.") and value is False:
-            lost = "false in Dask's configuration, so UCX does not use it"
-            yield slow(name, lost, "Remove it (hpcdask's own option is --disable-nvlink)")
-        if name == "distributed.comm.compression" and value not in (None, False, "auto"):
-            advice = "Remove it from Dask's configuration, or set it to false"
-            yield slow(name, f"with {value}, each message is compressed", advice)
+        value = f"{SLOW}with {devices}, InfiniBand is not used"
+        advice = f"Unset it, or name a port: {', '.join(_usable(known))}"
+        yield of_settings(DEVICES, "warning", value, advice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +157,9 @@ def check_range(known: PortFacts, node: Node) -> Iterator[Finding]:
     needed = node.workers * ports.PER_WORKER + ports.PER_SCHEDULER
     if known.free < needed:
         advice = f"{plural(node.workers, 'worker')} and the scheduler need {needed}. {ports.NEEDS}"
-        yield say.error(topic, value, f"{advice}: give a wider range")
+        yield finding(topic, "error", value, f"{advice}: give a wider range")
         return
     left = known.free - ports.PER_SCHEDULER
     count, with_ucx = left // ports.PER_WORKER, left // ports.PER_UCX_WORKER
     enough = f"the scheduler and {plural(count, 'worker')}, with ucx {with_ucx}"
-    yield say.ok(topic, value, f"Enough on this node for {enough}")
+    yield finding(topic, "ok", value, f"Enough on this node for {enough}")

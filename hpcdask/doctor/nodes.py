@@ -11,21 +11,20 @@ from hpcdask.comm import fabric
 from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import DeviceError
 from hpcdask.gpu.devices import Gpu
-from hpcdask.gpu.driver import extra_for
 from hpcdask.node.placement import Inventory
 from hpcdask.runner.plan import assign_devices
 from hpcdask.spec.records import Record
 from hpcdask.spec.specs import RunSpec
 
-from . import gpus, links, node, queue, software, stack
+from . import gpus, host, links, proofs, queue, software
 from .configuration import ConfigurationFacts
-from .findings import Finding, Reporter
 from .gpus import GpuFacts, GpusFacts
+from .host import FolderFacts, NameFacts, ProcessFacts
 from .links import PortFacts
-from .node import FolderFacts, NameFacts, ProcessFacts, check_process
+from .proofs import Outcome
 from .queue import QueueFacts
+from .report import Finding, together
 from .software import MpiFacts, SoftwareFacts
-from .stack import Told
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class RankFacts(Record):
     software: SoftwareFacts | None = None
     mpi: MpiFacts | None = None
     gpus: GpusFacts | None = None
-    stack: Told | None = None
+    stack: Outcome | None = None
     fabric: Fabric | None = None
     ports: PortFacts | None = None
     queue: QueueFacts | None = None
@@ -67,9 +66,9 @@ GROUPS = {
     "ports": Group(PortFacts.read, links.check_range),
     "queue": Group(QueueFacts.read, queue.check),
     "configuration": Group(ConfigurationFacts.read, lambda known, node: known.findings),
-    "name": Group(NameFacts.read, node.check_name),
-    "shared_memory": Group(node.read_shared_memory, node.check_shared_memory),
-    "scratch": Group(node.read_scratch, node.check_scratch),
+    "name": Group(NameFacts.read, host.check_name),
+    "shared_memory": Group(host.read_shared_memory, host.check_shared_memory),
+    "scratch": Group(host.read_scratch, host.check_scratch),
 }
 #: Advice where a group cannot be gathered.
 ADVICE = {
@@ -87,11 +86,7 @@ AGAIN = "Run hpcdask doctor again; if it stays, report it with this line"
 
 @dataclass(frozen=True)
 class Node:
-    """Node and the reports of its ranks, in order.
-
-    `facts` has each group of the first rank that gathered it. `all_workers` are those of the whole
-    cluster.
-    """
+    """Node and the reports of its ranks, in order; `all_workers` are those of the whole cluster."""
 
     name: str
     reports: Mapping[int, RankFacts]
@@ -99,17 +94,16 @@ class Node:
     all_workers: int = 1
 
     @property
-    def ranks(self) -> tuple[int, ...]:
+    def ranks(self) -> list[int]:
         """Its ranks."""
-        return tuple(self.reports)
+        return list(self.reports)
 
     @property
     def facts(self) -> RankFacts:
-        """Return the facts of the node, each group from one rank."""
-        groups = (one.name for one in dataclasses.fields(RankFacts))
-        return RankFacts(
-            **{group: next(iter(known.values())) for group in groups if (known := self._of(group))}
-        )
+        """Return the facts of the node, each group of the first rank that gathered it."""
+        names = (one.name for one in dataclasses.fields(RankFacts))
+        found: dict[str, Any] = {name: [*self._of(name).values(), None][0] for name in names}
+        return RankFacts(**found)
 
     def _of(self, group: str) -> dict[int, Any]:
         found = {rank: getattr(report, group) for rank, report in self.reports.items()}
@@ -142,24 +136,19 @@ class Node:
         ranks = len(self.processes) or len(self.ranks)
         return ranks if ranks > 1 else max(1, len(self.gpus))
 
-    @property
-    def cuda(self) -> int:
-        """CUDA version whose packages fit the node."""
-        packages = self.facts.software.packages if self.facts.software else {}
-        return int(extra_for(software.newest_cuda(self)[0], packages).removeprefix("cuda"))
-
-    def seen(self, rank: int) -> tuple[GpuFacts, ...]:
-        """Return the GPUs that a rank sees."""
-        known = self.reports[rank].gpus
-        return known.gpus if known else ()
+    def seen(self) -> dict[int, list[Gpu]]:
+        """Return the GPUs that each rank sees."""
+        known = self._of("gpus")
+        return {rank: [*known[rank].gpus] if rank in known else [] for rank in self.ranks}
 
     def assign(self) -> dict[int, list[Gpu]]:
         """Return the GPUs of each rank's workers. Raises DeviceError if some get none."""
-        if len(self.ranks) == 1 or not self.gpus:
-            return self._seen_by_all()
+        seen = self.seen()
+        if len(seen) == 1 or not self.gpus:
+            return seen
         views = [
-            Inventory(rank, "this node", place, self.seen(rank), (), 0)
-            for place, rank in enumerate(self.ranks)
+            Inventory(rank, "this node", place, tuple(gpus), (), 0)
+            for place, (rank, gpus) in enumerate(seen.items())
         ]
         given = assign_devices(views, RunSpec(device="cuda"), by_hand=False, job=None)
         return {rank: [gpu for gpu in group if gpu] for rank, group in given.items()}
@@ -169,53 +158,39 @@ class Node:
         try:
             return self.assign()
         except DeviceError:
-            return self._seen_by_all()
-
-    def _seen_by_all(self) -> dict[int, list[Gpu]]:
-        return {rank: list(self.seen(rank)) for rank in self.ranks}
-
-
-def assemble(
-    reports: Mapping[int, RankFacts], hosts: Mapping[int, str], launcher: str = "none"
-) -> list[Node]:
-    """Put the ranks' facts together, node by node; reports and hosts are by rank."""
-    places: dict[str, dict[int, RankFacts]] = {}
-    for rank in sorted(reports):
-        places.setdefault(hosts[rank], {})[rank] = reports[rank]
-    found = [Node(host, ranks, launcher) for host, ranks in places.items()]
-    workers = sum(one.workers for one in found)
-    return [dataclasses.replace(one, all_workers=workers) for one in found]
+            return self.seen()
 
 
 def examine(node: Node) -> list[Finding]:
     """Return all findings of one node."""
-    found = list(_problems(node))
+    found = _of_ranks({rank: _problems(report) for rank, report in node.reports.items()})
     if not node.processes:
         return found
+    facts = node.facts
     for name, group in GROUPS.items():
-        if known := getattr(node.facts, name):
+        if known := getattr(facts, name):
             found += group.check(known, node)
-        if name == "gpus" and node.facts.stack:
-            found += stack.check(node.facts.stack, node)
-    found += queue.check_ranks(node)
-    of_ranks: dict[Finding, list[int]] = {}
-    for rank, process in node.processes.items():
-        for finding in (*check_process(process, node), *links.check_settings(process, node)):
-            of_ranks.setdefault(finding, []).append(rank)
-    for finding, ranks in of_ranks.items():
-        of_some = len(ranks) < len(node.processes)
-        found.append(dataclasses.replace(finding, ranks=tuple(ranks) if of_some else ()))
-    return found
+        if name == "gpus" and facts.stack:
+            found += proofs.check_stack(facts.stack, node)
+    return found + _of_ranks(
+        {
+            rank: [*host.check_process(process, node), *links.check_settings(process, node)]
+            for rank, process in node.processes.items()
+        }
+    )
 
 
-def _problems(node: Node) -> Iterator[Finding]:
+def _problems(report: RankFacts) -> Iterator[Finding]:
     """Yield a finding on each group that could not be gathered."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for rank, report in node.reports.items():
-        for problem in report.problems.items():
-            found.setdefault(problem, []).append(rank)
-    say = Reporter("could not be looked at")
-    for (name, text), ranks in found.items():
-        finding = say.error(name.replace("_", " "), text, ADVICE.get(name, AGAIN))
-        of_some = GROUPS[name].by_all and tuple(ranks) != node.ranks
-        yield dataclasses.replace(finding, ranks=tuple(ranks) if of_some else ())
+    for group, problem in report.problems.items():
+        topic, advice = group.replace("_", " "), ADVICE.get(group, AGAIN)
+        yield Finding("could not be looked at", topic, "error", problem, advice)
+
+
+def _of_ranks(found: Mapping[int, Iterable[Finding]]) -> list[Finding]:
+    """Return the findings of ranks, equal ones once, with their ranks unless all have them."""
+    sources = ((finding, rank) for rank, findings in found.items() for finding in findings)
+    return [
+        dataclasses.replace(finding, ranks=tuple(ranks) if len(ranks) < len(found) else ())
+        for finding, ranks in together(sources).items()
+    ]

@@ -105,7 +105,7 @@ def test_under_mpirun_each_rank_has_its_gpu(gpus: list[Gpu], own: bool) -> None:
     assert f"{len(gpus)} x {gpus[0].name}" in of_topic(findings, "GPUs")["value"]
     assert not [one for one in findings if one["topic"] == "confined"]
     # the doctor's own contexts on the GPUs come after all ranks have looked
-    assert of_topic(findings, "other processes")["status"] == "ok"
+    assert not [one for one in findings if one["topic"] == "other processes"]
 
 
 @pytest.mark.timeout(300)

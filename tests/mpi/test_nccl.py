@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from hpcdask.doctor import nccl
-from hpcdask.doctor.findings import Finding
-from hpcdask.doctor.stack import Told
+from hpcdask.doctor import proofs
+from hpcdask.doctor.proofs import Member, Outcome
+from hpcdask.doctor.report import Finding
 
 STAND_IN = Path(__file__).parents[1] / "nccl_stand_in"
 FAR = 60
-MEMBERS = [nccl.Member(n // 2, f"GPU {n % 2} of n{n // 2}", f"GPU-{n}") for n in range(4)]
+MEMBERS = [Member(n // 2, f"GPU {n % 2} of n{n // 2}", f"GPU-{n}") for n in range(4)]
 
 
 @pytest.fixture
@@ -27,18 +27,18 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPa
     path = os.pathsep.join(filter(None, [str(STAND_IN), os.environ.get("PYTHONPATH")]))
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("STAND_IN", str(tmp_path))
-    monkeypatch.setattr(nccl, "NBYTES", 4096)
+    monkeypatch.setattr(proofs, "NBYTES", 4096)
     return monkeypatch
 
 
-def measured(members: list[nccl.Member]) -> tuple[nccl.Measured, list[Finding]]:
-    async def ask(rank: int, order: dict[str, Any]) -> dict[str, Told]:
+def measured(members: list[Member]) -> tuple[list[tuple[str, Outcome]], list[Finding]]:
+    async def ask(rank: int, order: dict[str, Any]) -> dict[str, Outcome]:
         mine = {str(n): one.uuid for n, one in enumerate(members) if one.rank == rank}
         assert len(members) != order["size"] or order["gpus"] == mine
-        return await nccl.obey(order)
+        return await proofs.obey(order)
 
-    known = asyncio.run(nccl.measure(members, ask))
-    return known, list(nccl.check(known))
+    known = asyncio.run(proofs.measure(members, ask))
+    return known, list(proofs.check_nccl(known))
 
 
 def told(findings: list[Finding]) -> list[tuple[str, str, str]]:
@@ -76,15 +76,15 @@ def test_a_fault_is_told_with_its_step(stand_in, fault, why):
 
 def test_what_hangs_is_given_up(stand_in):
     stand_in.setenv("STAND_IN_FAULTS", json.dumps({"GPU-0": ["join", "hang"]}))
-    stand_in.setattr(nccl, "DEADLINE_S", 2.0)
+    stand_in.setattr(proofs, "NCCL_DEADLINE_S", 2.0)
     known, found = measured(MEMBERS[:2])
-    assert {one.ended for one in known.told} == {None}
+    assert {one.ended for _, one in known} == {None}
     assert "no answer within 2 s" in found[-1].value
 
 
-def ended(*steps: dict[str, Any], code: int | None = None) -> Told:
+def ended(*steps: dict[str, Any], code: int | None = None) -> Outcome:
     """What a process told, by default until it was given up."""
-    return Told(list(steps), code)
+    return Outcome(list(steps), code)
 
 
 JOINING, SUMMING = {"step": "communicator"}, {"step": "all-reduce"}
@@ -92,8 +92,8 @@ JOINING, SUMMING = {"step": "communicator"}, {"step": "all-reduce"}
 
 def test_the_gpu_that_fails_is_named_and_those_that_wait_are_counted():
     told_ = [ended(SUMMING), ended(SUMMING, code=-9), ended(SUMMING)]
-    known = nccl.Measured(["a", "b", "c"], told_)
-    assert told(list(nccl.check(known))) == [
+    known = list(zip("abc", told_, strict=True))
+    assert told(list(proofs.check_nccl(known))) == [
         ("all-reduce", "error", "b: its process ended with code -9 (all-reduce)"),
         ("all-reduce", "error", "2 other GPUs: no answer within 60 s (all-reduce)"),
     ]
@@ -119,12 +119,12 @@ def test_a_network_that_nccl_does_not_find(stand_in):
 
 
 def test_versions_that_differ():
-    def one(version: str) -> Told:
+    def one(version: str) -> Outcome:
         steps = [{"step": "communicator", "version": version}, {"seconds": 1.0, "right": True}]
-        return Told(steps, 0)
+        return Outcome(steps, 0)
 
-    known = nccl.Measured(["a", "b", "c"], [one("2.28.9"), one("2.27.5"), one("2.28.9")])
-    version, reduced = nccl.check(known)
+    known = [("a", one("2.28.9")), ("b", one("2.27.5")), ("c", one("2.28.9"))]
+    version, reduced = proofs.check_nccl(known)
     assert version.status == "error"
     assert version.value == "2.28.9 on a, c; 2.27.5 on b"
     assert reduced.status == "ok"

@@ -12,6 +12,7 @@ import pytest
 import hpcdask
 from hpcdask.doctor import configuration
 from hpcdask.doctor.configuration import ConfigurationFacts
+from hpcdask.errors import UsageError
 from strangers import as_stranger, root_only
 
 
@@ -126,9 +127,9 @@ def test_a_folder_that_cannot_be_written(tmp_path_factory, open_folder):
     open_folder.chmod(0o755)
 
     def look() -> None:
-        assert configuration.obstacle_of("log-directory", f"{open_folder}/logs") == (
-            f"{open_folder}/logs is missing, and {open_folder} cannot be written"
-        )
+        reason = f"^{open_folder}/logs is missing, and {open_folder} cannot be written$"
+        with pytest.raises(UsageError, match=reason):
+            configuration.check_folder("log-directory", f"{open_folder}/logs")
 
     as_stranger(look)
 

@@ -1,4 +1,4 @@
-"""Node's name, shared memory and folder for spilled data, and the limits of its processes."""
+"""Host of a node: its name, shared memory, folder for spilled data, and limits of processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
@@ -19,52 +20,59 @@ from hpcdask.logs import plural, spans
 from hpcdask.node.scratch import KEY, base_folder, configured_source
 from hpcdask.spec.records import Record
 
-from .findings import GIB, Finding, Reporter
+from .report import SLOW, Finding, Status
 
 if TYPE_CHECKING:
     from .nodes import Node
 
-say, of_process = Reporter("node"), Reporter("process")
+finding, of_process = partial(Finding, "node"), partial(Finding, "process")
+GIB = 2**30
 #: File systems that other nodes share, so that many workers spill through one server.
 NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "ceph", "cephfs", "cifs", "smb3",
     "panfs", "pvfs2", "orangefs", "wekafs", "afs", "9p", "glusterfs", "daos", "quobyte", "vast",
 }  # fmt: skip
 LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.squashfuse")
-LEAST_SHARED_MEMORY, LEAST_SCRATCH = GIB, 20 * GIB
 #: Variables, and parts of Dask's configuration, that change how fast workers exchange and compute.
 VARIABLES = re.compile(
     r"UCX_|DASK_(DISTRIBUTED__COMM|UCX|RMM|TEMPORARY)|CUDA_|CUPY_|NVIDIA_VISIBLE|RAPIDS_LIBUCX"
 )
-CONFIGURED = (
-    "distributed-ucxx.nvlink",
-    "distributed-ucxx.infiniband",
-    "distributed-ucxx.cuda-copy",
-    "distributed.comm.compression",
-)
+_LEFT_OUT = "False", "UCX leaves it out", "Remove it (hpcdask's own option is --disable-nvlink)"
+#: Variables and keys of Dask's configuration that cost speed: how slow values begin, what is lost,
+#: and advice.
+SLOW_SETTINGS = {
+    "CUDA_LAUNCH_BLOCKING": ("[^0]", "each kernel is waited for", "It is for debugging: unset it"),
+    "UCX_LOG_LEVEL": ("debug|trace|data|req", "each message is logged", "Unset it"),
+    "distributed-ucxx.nvlink": _LEFT_OUT,
+    "distributed-ucxx.infiniband": _LEFT_OUT,
+    "distributed-ucxx.cuda-copy": _LEFT_OUT,
+    "distributed.comm.compression": (
+        "(?!None|False|auto).",
+        "each message is compressed",
+        "Remove it from Dask's configuration, or set it to false",
+    ),
+}
 #: Open files of a process that talks to nobody, and more for each worker: two connections to each
 #: (data and control), as many from it, and spilled chunks.
 FILES, FILES_PER_WORKER = 256, 8
-LEAST_PROCESSES, LEAST_MEMLOCK, LEAST_WORKER_MEMORY = 2048, GIB, 8 * GIB
+LEAST_PROCESSES, LEAST_SCRATCH, LEAST_WORKER_MEMORY = 2048, 20 * GIB, 8 * GIB
+UNLIMITED = resource.RLIM_INFINITY
 
 
 @dataclass(frozen=True)
 class NameFacts(Record):
-    """Name of a node, and its addresses by the name service or that service's error."""
+    """Name of a node, and its addresses by the name service, none if that does not know it."""
 
     name: str
     addresses: tuple[str, ...] = ()
-    error: str = ""
 
     @classmethod
     def read(cls) -> NameFacts:
         """Ask the name service."""
-        name = socket.gethostname()
-        try:
-            addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
-            return cls(name, tuple(sorted(addresses)))
-        except OSError as error:
-            return cls(name, error=error.strerror or str(error))
+        name, found = socket.gethostname(), []
+        with contextlib.suppress(OSError):
+            found = socket.getaddrinfo(name, None)
+        return cls(name, tuple(sorted({str(entry[4][0]) for entry in found})))
 
 
 @dataclass(frozen=True)
@@ -85,9 +93,11 @@ class FolderFacts(Record):
 
         found = cls(path)
         with contextlib.suppress(OSError):
-            space, kind = os.statvfs(path), mount_type(path, psutil.disk_partitions(all=True))
-            size, free = space.f_frsize * space.f_blocks, space.f_frsize * space.f_bavail
-            found = cls(path, False, size, free, kind)
+            space, kind = (
+                psutil.disk_usage(path),
+                mount_type(path, psutil.disk_partitions(all=True)),
+            )
+            found = cls(path, False, space.total, space.free, kind)
             with tempfile.TemporaryFile(dir=path) as probe:
                 probe.write(b"x")
             found = replace(found, writable=True)
@@ -127,16 +137,11 @@ def is_network(kind: str) -> bool:
 
 def check_name(known: NameFacts, node: Node) -> Iterator[Finding]:
     """Yield a finding on whether the node knows its own name."""
-    leads = f"leads to {', '.join(known.addresses)}"
-    if known.error:
-        value = f"{known.name} leads to no address ({known.error})"
-        advice = "Add it to /etc/hosts or DNS, or name the network with --interface"
-        yield say.warning("host name", value, advice)
-    elif all(address.startswith(("127.", "::1")) for address in known.addresses):
-        hint = "hpcdask takes the address of a network interface instead"
-        yield say.ok("host name", f"{leads}, this node only", hint)
+    if known.addresses:
+        yield finding("host name", "ok", f"leads to {', '.join(known.addresses)}")
     else:
-        yield say.ok("host name", leads)
+        advice = "Add it to /etc/hosts or DNS, or name the network with --interface"
+        yield finding("host name", "warning", f"{known.name} leads to no address", advice)
 
 
 def check_shared_memory(known: FolderFacts, node: Node) -> Iterator[Finding]:
@@ -145,12 +150,12 @@ def check_shared_memory(known: FolderFacts, node: Node) -> Iterator[Finding]:
     if not known.writable:
         value = "cannot be written" if known.size else "is not there"
         advice = "Processes exchange data through it: in a container, docker run --ipc=host"
-        yield say.error(known.path, value, advice)
-    elif known.free < LEAST_SHARED_MEMORY:
+        yield finding(known.path, "error", value, advice)
+    elif known.free < GIB:
         advice = "Remove what is left there; in a container, docker run --ipc=host or --shm-size=8g"
-        yield say.warning(known.path, value, advice)
+        yield finding(known.path, "warning", value, advice)
     else:
-        yield say.ok(known.path, value)
+        yield finding(known.path, "ok", value)
 
 
 def check_scratch(known: FolderFacts, node: Node) -> Iterator[Finding]:
@@ -158,30 +163,34 @@ def check_scratch(known: FolderFacts, node: Node) -> Iterator[Finding]:
     where = f"{known.path} ({known.source})" if known.source else known.path
     value = f"{where}, {known.type}, {format_bytes(known.free)} free"
     other = "there or" if known.source.startswith(KEY) else "with TMPDIR or"
-    name = f"Name a folder on a disk of the node's own, {other} with --local-directory"
+    advice = f"Name a folder on a disk of the node's own, {other} with --local-directory"
+    status: Status = "warning"
     if not known.writable:
-        yield say.error("scratch", f"{where} cannot be written", name)
+        status, value = "error", f"{where} cannot be written"
     elif is_network(known.type):
-        yield say.slow("scratch", f"on the network: {value}", name)
+        value = f"{SLOW}on the network: {value}"
     elif known.type in ("tmpfs", "ramfs"):
-        yield say.warning("scratch", f"in memory: {value}", f"Spilled data stays in memory. {name}")
+        value, advice = f"in memory: {value}", f"Spilled data stays in memory. {advice}"
     elif known.free < LEAST_SCRATCH:
-        yield say.warning("scratch", value, f"Little room to spill to. {name}")
+        advice = f"Little room to spill to. {advice}"
     else:
-        yield say.ok("scratch", value)
+        status, advice = "ok", ""
+    yield finding("scratch", status, value, advice)
 
 
 @dataclass(frozen=True)
 class ProcessFacts(Record):
-    """Cores, bytes, soft and hard limits of a rank, and its settings."""
+    """Cores, bytes and limits of a rank, and its settings.
 
-    pinned: tuple[int, ...]
+    The limit of locked memory is the soft and the hard one.
+    """
+
     cores: tuple[int, ...]
     memory: int
     host_memory: int
-    nofile: tuple[int, int]
-    memlock: tuple[int, int]
-    nproc: tuple[int, int]
+    open_files: int
+    locked_memory: tuple[int, int]
+    processes: int
     quota: int | None = None
     env: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -192,18 +201,17 @@ class ProcessFacts(Record):
         import dask.config
         import psutil
 
-        config = {name: dask.config.get(name, None) for name in CONFIGURED}
+        config = {name: dask.config.get(name, None) for name in SLOW_SETTINGS if "." in name}
         return cls(
-            pinned=tuple(sorted(os.sched_getaffinity(0))),
             cores=tuple(sorted(resources.launcher_cores())),
             memory=resources.job_memory(),
             host_memory=int(psutil.virtual_memory().total),
-            nofile=resource.getrlimit(resource.RLIMIT_NOFILE),
-            memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK),
-            nproc=resource.getrlimit(resource.RLIMIT_NPROC),
+            open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # raised to it at the start
+            locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK),
+            processes=resource.getrlimit(resource.RLIMIT_NPROC)[0],
             quota=resources.cpu_quota(),
             env={name: value for name, value in os.environ.items() if VARIABLES.match(name)},
-            config={name: value for name, value in config.items() if value is not None},
+            config=config,
         )
 
 
@@ -211,29 +219,37 @@ def check_process(known: ProcessFacts, node: Node) -> Iterator[Finding]:
     """Yield findings on the limits of one of a node's ranks."""
     yield _cores(known, node)
     yield _memory(known, node)
-    yield _files(known, node.all_workers)
-    if node.facts.fabric and node.facts.fabric.infiniband:
-        yield _memlock(known)
-    if 0 <= (soft := known.nproc[0]) < LEAST_PROCESSES:
-        advice = (
-            f"A worker has dozens of threads: put ulimit -u {LEAST_PROCESSES} into the job script"
-        )
-        yield of_process.warning("processes", f"at most {soft}, threads included", advice)
+    files, needed = known.open_files, FILES + FILES_PER_WORKER * node.all_workers
+    if files == UNLIMITED or files >= needed:
+        yield of_process("open files", "ok", "unlimited" if files == UNLIMITED else f"{files}")
+    else:
+        advice = f"{node.all_workers} workers need about {needed}: ask the site's staff for a "
+        yield of_process("open files", "error", f"at most {files}", f"{advice}higher hard limit")
+    if known.processes != UNLIMITED and known.processes < LEAST_PROCESSES:
+        value = f"at most {known.processes}, threads included"
+        advice = "A worker has dozens of threads: put ulimit -u 2048 into the job script"
+        yield of_process("processes", "warning", value, advice)
+    soft, hard = known.locked_memory
+    if node.facts.fabric and node.facts.fabric.infiniband and soft != UNLIMITED:
+        status: Status = "error" if soft < GIB else "warning"
+        remedy = "the site's staff must raise it (in slurmd's unit: LimitMEMLOCK=infinity)"
+        if hard == UNLIMITED:
+            remedy = "put ulimit -l unlimited into the job script"
+        advice = f"InfiniBand registers the memory that it sends: {remedy}"
+        yield of_process("locked memory", status, format_bytes(soft), advice)
 
 
 def _cores(known: ProcessFacts, node: Node) -> Finding:
-    owned, hint = node.cores, ""
-    value = f"{len(owned)} ({spans(owned)})"
-    if len(known.pinned) < len(known.cores):
-        value += f", this process pinned to {spans(known.pinned)} by its launcher"
-        hint = "hpcdask.run lifts this pinning"
-    if known.quota and known.quota < len(owned):
-        value += f", of which a cgroup allows the time of {known.quota}"
-    if not node.gpus or len(owned) >= 2 * node.workers:
-        return of_process.ok("cores", value, hint)
+    owned = len(node.cores)
+    value = f"{owned} ({spans(node.cores)})"
+    if known.quota and known.quota < owned:
+        owned = known.quota
+        value += f", of which a cgroup allows the time of {owned}"
+    if not node.gpus or owned >= 2 * node.workers:
+        return of_process("cores", "ok", value)
     value += f" for {plural(node.workers, 'worker')}"
     advice = "Workers communicate in threads: request at least 2 a GPU (srun --cpus-per-task=4)"
-    return of_process.warning("cores", value, advice)
+    return of_process("cores", "warning", value, advice)
 
 
 def _memory(known: ProcessFacts, node: Node) -> Finding:
@@ -241,31 +257,7 @@ def _memory(known: ProcessFacts, node: Node) -> Finding:
     if known.memory < known.host_memory:
         value += f" of the host's {format_bytes(known.host_memory)}"
     if not node.gpus or each >= LEAST_WORKER_MEMORY:
-        return of_process.ok("host memory", value)
+        return of_process("host memory", "ok", value)
     value += f", {format_bytes(each)} for each worker"
     advice = "Libraries alone take several GB: request more, for example --mem-per-gpu=64G"
-    return of_process.warning("host memory", value, advice)
-
-
-def _files(known: ProcessFacts, workers: int) -> Finding:
-    needed = FILES + FILES_PER_WORKER * workers
-    soft, hard = ("unlimited" if one == resource.RLIM_INFINITY else one for one in known.nofile)
-    value = f"{soft} (at most {hard})"
-    if soft == "unlimited" or int(soft) >= needed:
-        return of_process.ok("open files", value)
-    remedy = f"put ulimit -n {needed} into the job script"
-    if hard != "unlimited" and int(hard) < needed:
-        remedy = "ask the site's staff for a higher hard limit"
-    return of_process.error("open files", value, f"{workers} workers need about {needed}: {remedy}")
-
-
-def _memlock(known: ProcessFacts) -> Finding:
-    soft, hard = known.memlock
-    if soft == resource.RLIM_INFINITY:
-        return of_process.ok("locked memory", "unlimited")
-    remedy = "the site's staff must raise it (in slurmd's unit: LimitMEMLOCK=infinity)"
-    if hard == resource.RLIM_INFINITY:
-        remedy = "put ulimit -l unlimited into the job script"
-    make = of_process.error if soft < LEAST_MEMLOCK else of_process.warning
-    advice = f"InfiniBand registers the memory that it sends: {remedy}"
-    return make("locked memory", format_bytes(soft), advice)
+    return of_process("host memory", "warning", value, advice)

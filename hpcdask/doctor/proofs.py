@@ -1,0 +1,359 @@
+"""Proofs that GPUs work, by short processes: CUDA's packages load, and NCCL sums over all GPUs.
+
+A process prints lines of JSON before and after each step, which show where it hangs or dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dask.utils import format_bytes
+
+from hpcdask.bootstrap.environment import interpreter
+from hpcdask.comm.ucx_config import MODULE
+from hpcdask.errors import installing, root_cause
+from hpcdask.gpu import nccl
+from hpcdask.gpu.driver import read
+from hpcdask.logs import plural, some
+from hpcdask.spec.records import Record
+
+from .report import SLOW, Finding
+from .software import fitting_extra
+
+if TYPE_CHECKING:
+    from .nodes import Node
+
+of_stack, of_nccl = partial(Finding, "stack"), partial(Finding, "NCCL")
+#: Seconds for loading the packages, and for one all-reduce, from the start of its processes.
+STACK_DEADLINE_S, NCCL_DEADLINE_S = 30.0, 60.0
+#: Seconds in which a killed process has left, unless a driver or file system holds it.
+LEAVE_S = 10.0
+#: Bytes of each sum over NCCL, and number of sums.
+NBYTES, REPEATS = 2**28, 10
+#: Settings by which NCCL tells why it fails, at once.
+SPEAK = {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/dev/stdout"}
+STACK_ADVICE = {
+    "cupy": "CuPy has to fit the driver and finds CUDA's libraries as packages: pip install "
+    '"cupy-{extra}x[ctk]" in a new environment',
+    "GPUs": "The GPU may be in use in exclusive mode, or broken: see nvidia-smi, or leave it out "
+    "with CUDA_VISIBLE_DEVICES",
+    "rmm": "Install the rmm of the same CUDA as cupy: {install}",
+    "ucxx": "Install distributed-ucxx of the same CUDA as cupy; with a UCX of the site, see that "
+    "it is the one that ucxx was made for",
+}
+REDUCE = "all-reduce"
+#: By step, in order.
+NCCL_ADVICE = {
+    "start": "See python -c 'import cupy' on this node, and whether its file system answers",
+    "library": "Install NCCL for the CUDA of CuPy; torch's wheels bring it, too",
+    "communicator": "NCCL's processes have to reach each other: name the network with "
+    "NCCL_SOCKET_IFNAME, and see what NCCL says with NCCL_DEBUG=INFO",
+    REDUCE: "The way between the GPUs is broken. To find it, leave one out: NCCL_P2P_DISABLE=1, "
+    "NCCL_IB_DISABLE=1 or NCCL_SHM_DISABLE=1",
+}
+
+
+@dataclass(frozen=True)
+class Outcome(Record):
+    """Steps that a process printed, and its exit code; None if it was given up, or never began."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    ended: int | None = None
+
+    @property
+    def merged(self) -> dict[str, Any]:
+        """All facts of the steps, the last one of each name."""
+        return {name: value for step in self.steps for name, value in step.items()}
+
+
+# The processes
+
+
+def main(word: str = "") -> None:
+    """Load the packages and, as NCCL's host or one of its ranks, sum: see `_reduce`."""
+    if word:
+        try:
+            _reduce(word)
+        except Exception as error:
+            _tell(error=root_cause(error))
+        return
+    for name, step in _stack():
+        _tell(step=name)
+        started = time.monotonic()
+        try:
+            done = {"text": step()}
+        except Exception as error:
+            done = {"error": root_cause(error)}
+        _tell(**done, step=name, seconds=round(time.monotonic() - started, 2))
+
+
+def _tell(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def _stack() -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield the steps in order, without those of packages that are not installed."""
+    if find_spec("cupy"):
+        yield "cupy", _cupy
+        yield "GPUs", _gpus
+    if find_spec("rmm"):
+        yield "rmm", _rmm
+    if find_spec("ucxx") and find_spec("distributed_ucxx"):
+        yield "ucxx", _ucxx
+
+
+def _cupy() -> str:
+    import cupy
+
+    return f"{cupy.__version__}, CUDA {cupy.cuda.runtime.runtimeGetVersion() // 1000}"
+
+
+def _gpus() -> str:
+    import cupy
+
+    count = cupy.cuda.runtime.getDeviceCount()
+    for number in range(count):
+        with cupy.cuda.Device(number):
+            if float((cupy.arange(2.0**17) + 1).sum()) != 2**16 * (2**17 + 1):
+                raise ArithmeticError(f"GPU {number} adds wrongly")
+    return f"a context, 1 MiB and a sum on {plural(count, 'GPU')}"
+
+
+def _rmm() -> str:
+    import rmm
+
+    rmm.DeviceBuffer(size=2**20)
+    return f"{rmm.__version__}"
+
+
+def _ucxx() -> str:
+    import distributed_ucxx  # noqa: F401
+    import ucxx
+
+    ucxx.init()
+    version = ".".join(map(str, ucxx.get_ucx_version()))
+    lines = read("/proc/self/maps").splitlines()
+    loaded = sorted({match[1] for line in lines if (match := MODULE.search(line))})
+    return f"UCX {version} loads {', '.join(loaded) or 'no module'}"
+
+
+def _reduce(word: str) -> None:
+    """Be the ``host``, by which the others find each other, or one rank of an all-reduce."""
+    _tell(step="library")
+    if reason := nccl.missing():
+        _tell(error=reason)
+        return
+    _tell(step="communicator", version=nccl.version())
+    if word == "host":
+        _tell(id=nccl.unique_id().hex())
+        sys.stdin.read()
+        return
+    order = json.loads(word)
+    joined = nccl.join(order["number"], order["size"], bytes.fromhex(order["id"]))
+    _tell(step=REDUCE)
+    seconds, right = nccl.all_reduce(joined, order["nbytes"], REPEATS)
+    _tell(seconds=seconds, right=right)
+    joined.destroy()
+
+
+# Their parent
+
+
+async def prove_stack() -> Outcome:
+    """Return the steps by which a process loads the packages and uses each GPU once."""
+    return await _hear(await _start(), STACK_DEADLINE_S)
+
+
+class Member(NamedTuple):
+    """GPU, and the rank of the launch that starts its process."""
+
+    rank: int
+    name: str
+    uuid: str
+
+
+def members(nodes: Iterable[Node]) -> list[Member]:
+    """Return the GPUs that the ranks would use, each once."""
+    found: dict[str, Member] = {}
+    for node in nodes:
+        numbers = {gpu.uuid: gpu.index for gpu in node.gpus}
+        for rank, gpus in node.assigned().items():
+            for gpu in gpus:
+                name = f"GPU {numbers[gpu.uuid]} of {node.name}"
+                found.setdefault(gpu.uuid, Member(rank, name, gpu.uuid))
+    return list(found.values())
+
+
+#: Function that sends an order to a rank, and returns its processes' outcomes by NCCL's rank.
+Ask = Callable[[int, dict[str, Any]], Awaitable[dict[str, Outcome]]]
+
+
+async def measure(every: Sequence[Member], ask: Ask) -> list[tuple[str, Outcome]]:
+    """Measure an all-reduce between all GPUs; return each one's name and outcome."""
+    names = [one.name for one in every]
+    if len(every) < 2:
+        return [(name, Outcome()) for name in names]
+    host = await _start("host", **SPEAK)
+    try:
+        known = await _hear(host, NCCL_DEADLINE_S, until="id")
+        if not (unique_id := known.merged.get("id")):
+            return [(name, known) for name in names]
+        orders: dict[int, dict[str, Any]] = {}
+        for number, one in enumerate(every):
+            empty = {"id": unique_id, "size": len(every), "nbytes": NBYTES, "gpus": {}}
+            orders.setdefault(one.rank, empty)["gpus"][str(number)] = one.uuid
+        answers = await asyncio.gather(*(ask(*order) for order in orders.items()))
+    finally:
+        await _kill(host)
+    found = {number: outcome for answer in answers for number, outcome in answer.items()}
+    return [(name, found.get(str(number), Outcome())) for number, name in enumerate(names)]
+
+
+async def obey(order: dict[str, Any]) -> dict[str, Outcome]:
+    """Run the processes of a rank's GPUs, and return their outcomes by NCCL's rank."""
+
+    async def reduce(number: str, uuid: str) -> Outcome:
+        word = json.dumps({**order, "number": int(number)})
+        process = await _start(word, CUDA_VISIBLE_DEVICES=uuid, **SPEAK)
+        return await _hear(process, NCCL_DEADLINE_S)
+
+    found = await asyncio.gather(*(reduce(*gpu) for gpu in order["gpus"].items()))
+    return dict(zip(order["gpus"], found, strict=True))
+
+
+async def _start(*arguments: str, **variables: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(*interpreter(), "-m", "hpcdask.doctor.proofs", *arguments),
+        stdin=asyncio.subprocess.PIPE,  # whose end shows that this process has ended
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={**os.environ, **variables},
+    )
+
+
+async def _hear(
+    process: asyncio.subprocess.Process, deadline_s: float, until: str | None = None
+) -> Outcome:
+    """Return the steps of a process until it ends or tells `until`; kill it at the deadline."""
+    assert process.stdout is not None
+    found: list[dict[str, Any]] = []
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for line in process.stdout:
+                _, is_nccl, text = line.partition(b"NCCL WARN ")
+                if line.startswith(b"{"):  # libraries print, too
+                    found.append(json.loads(line))
+                elif is_nccl:
+                    found.append({"warned": text.decode(errors="replace").strip()[:300]})
+                if found and until in found[-1]:
+                    return Outcome(found)
+            return Outcome(found, await process.wait())
+    except TimeoutError:
+        await _kill(process)
+    return Outcome(found)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a process, and wait for its end for a while: a driver that hangs may hold it."""
+    with contextlib.suppress(ProcessLookupError, TimeoutError):
+        process.kill()
+        await asyncio.wait_for(process.wait(), LEAVE_S)
+
+
+# What the outcomes mean
+
+
+def check_stack(known: Outcome, node: Node) -> Iterator[Finding]:
+    """Yield findings on the steps that were tried."""
+
+    def advice(step: str) -> str:
+        text = STACK_ADVICE.get(step, "See python -m hpcdask.doctor.proofs")
+        extra = fitting_extra(node)
+        return text.format(extra=extra, install=installing(extra))
+
+    last = "Python"
+    for step in known.steps:
+        name = step["step"]
+        if name == "ucxx" and "cuda" not in step.get("text", "cuda"):
+            value = f"{SLOW}{step['text']}, not its CUDA module, so NVLink is not used"
+            see = "See what UCX says: UCX_LOG_LEVEL=debug python -m hpcdask.doctor.proofs"
+            yield of_stack("ucxx works", "warning", value, see)
+        elif "text" in step:
+            value = f"{step['text']} ({step['seconds']:.1f} s)"
+            yield of_stack(f"{name} works", "ok", value)
+        elif "error" in step:
+            yield of_stack(f"{name} fails", "error", step["error"], advice(name))
+        last = "Python" if "seconds" in step else name
+    if known.ended != 0:
+        what = f"ended its process with code {known.ended}"
+        if known.ended is None:
+            what = f"did not answer within {STACK_DEADLINE_S:g} s"
+        yield of_stack(f"{last} fails", "error", what, advice(last))
+
+
+def check_nccl(known: Sequence[tuple[str, Outcome]] | None) -> Iterator[Finding]:
+    """Yield the findings on a measurement; none where it was not asked for."""
+    if known is None:
+        return
+    count = len(known)
+    if count < 2:
+        there = "one GPU" if known else "no GPU"
+        value = f"{there} known in this launch: there is nothing to check"
+        yield of_nccl(REDUCE, "ok", value)
+        return
+    versions: dict[str, list[str]] = {}
+    causes: dict[tuple[str, str], list[str]] = {}
+    for name, outcome in known:
+        if version := outcome.merged.get("version"):
+            versions.setdefault(version, []).append(name)
+        if cause := _cause(outcome):
+            causes.setdefault(cause, []).append(name)
+    if len(versions) > 1:
+        value = "; ".join(f"{one} on {some(names, 2)}" for one, names in versions.items())
+        yield of_nccl("version", "error", value, "Use one environment on all nodes")
+    elif versions:
+        yield of_nccl("version", "ok", next(iter(versions)))
+    if not causes:
+        seconds = max(outcome.merged["seconds"] for _, outcome in known)
+        rate = nccl.bus_bandwidth(NBYTES, seconds, count) / 1e9
+        value = f"right between {count} GPUs, {rate:.3g} GB/s bus bandwidth"
+        yield of_nccl(REDUCE, "ok", f"{value} with {format_bytes(NBYTES)} of each")
+        return
+    # those that hang at the last step wait for those that failed
+    waits = (max((step for step, _ in causes), key=list(NCCL_ADVICE).index), _hang())
+    for (step, text), names in sorted(causes.items(), key=lambda one: one[0] == waits):
+        where, advice = "all GPUs" if len(names) == count else some(names), NCCL_ADVICE[step]
+        if (step, text) == waits and len(causes) > 1:
+            where, advice = plural(len(names), "other GPU"), "See what is wrong with those above"
+        yield of_nccl(REDUCE, "error", f"{where}: {text} ({step})", advice)
+
+
+def _hang() -> str:
+    return f"no answer within {NCCL_DEADLINE_S:g} s"
+
+
+def _cause(outcome: Outcome) -> tuple[str, str] | None:
+    """Return the step at which a process failed, and the reason; None where it did not."""
+    known = outcome.merged
+    if known.get("right") and outcome.ended == 0:
+        return None
+    text = "the sum is wrong" if known.get("right") is False else known.get("error")
+    text = text or (
+        _hang() if outcome.ended is None else f"its process ended with code {outcome.ended}"
+    )
+    said = f". NCCL says: {known['warned']}" if "warned" in known else ""
+    return str(known.get("step", "start")), f"{text}{said}"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
