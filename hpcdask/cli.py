@@ -103,8 +103,7 @@ def doctor(as_json: bool, timeout: float, port_range: str | None, device: str, n
     from hpcdask.doctor.command import run
 
     gpus = device != "cpu"
-    found = run(as_json=as_json, timeout=timeout, port_range=port_range, with_nccl=nccl, gpus=gpus)
-    sys.exit(found)
+    run(as_json=as_json, timeout=timeout, port_range=port_range, with_nccl=nccl, gpus=gpus)
 
 
 @main.command(cls=PassedOn, add_help_option=False, options_metavar="")

@@ -49,13 +49,6 @@ class Gathering:
             process.kill()
         return found
 
-    @property
-    def hangs(self) -> bool:
-        """Return whether a process is left behind, for which Python's end would wait."""
-        for process, _ in self._running.values():
-            process.join(0.1)
-        return any(process.is_alive() for process, _ in self._running.values())
-
 
 def _start(reader: Reader) -> tuple[multiprocessing.process.BaseProcess, Connection]:
     ours, theirs = CONTEXT.Pipe(duplex=False)

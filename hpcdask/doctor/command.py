@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from hpcdask.bootstrap import ranks
 from hpcdask.bootstrap.ranks import Rank
@@ -40,11 +40,11 @@ T = TypeVar("T")
 
 def run(
     *, as_json: bool, timeout: float, port_range: str | None, with_nccl: bool, gpus: bool
-) -> int:
-    """Check this node, or under a launcher all nodes, and print one report.
+) -> NoReturn:
+    """Check this node, or under a launcher all nodes, print one report, and end this process.
 
     Must be called while the process has one thread. All ranks have to arrive within `timeout`
-    seconds. All return the same exit code: 0 all is well, 1 with warnings, 2 with errors. NCCL is
+    seconds. All have the same exit code: 0 all is well, 1 with warnings, 2 with errors. NCCL is
     tried `with_nccl` only; without `gpus` no GPU is looked at.
 
     Raises UsageError if timeout or range are malformed, HpcdaskError if the ranks cannot meet.
@@ -72,9 +72,7 @@ def run(
             raise
         complain(error)
         code = 0  # mpirun would kill rank 0 before it has reported
-    if gathering.hangs:
-        leave(code)
-    return code
+    leave(code)  # Python's own end would wait for what hangs
 
 
 async def _gather(gathering: Gathering, *, proves: bool) -> RankFacts:
@@ -146,7 +144,7 @@ class _Leader:
     async def _try_nccl(self, rank: int, order: dict[str, Any]) -> dict[str, Outcome]:
         """Return the outcomes of a rank's GPUs; none of a rank that has gone."""
         if rank == 0:
-            return await proofs.obey(order)
+            return await proofs.obey(0, order)
         self._channels[rank].send(nccl=order)
         told = await self._hear(rank, proofs.NCCL_DEADLINE_S + SPARE_S) or {}
         return {number: Outcome.from_json(one) for number, one in told.get("nccl", {}).items()}
@@ -169,7 +167,7 @@ async def _follow(rank: Rank, gathering: Gathering, timeout: float) -> int:
     while (order := await channel.receive()) is not None:
         if "end" in order:
             return int(order["end"])
-        told = await proofs.obey(order["nccl"])
+        told = await proofs.obey(rank.index, order["nccl"])
         channel.send(nccl={number: one.to_json() for number, one in told.items()})
     if rank.index == 1:
         complain(f"rank 0 on {info.host} is gone: see what it printed")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import dask.config
 
@@ -22,7 +22,7 @@ from hpcdask.queues.environment import job_id
 from hpcdask.queues.registry import systems
 from hpcdask.security.credentials import check_configuration
 from hpcdask.spec.records import Record
-from hpcdask.upstream.configuration import sources, unreadable
+from hpcdask.upstream.configuration import source_of, sources, unreadable
 
 from .host import FolderFacts
 from .report import Finding
@@ -47,17 +47,6 @@ SHOWN, ALIKE = 100, 0.75
 OF_USERS = {"cores": 1, "memory": "1GiB"}
 
 
-class Setting(NamedTuple):
-    """Value, and the file or variable that it is from."""
-
-    value: Any
-    source: str
-
-    def __str__(self) -> str:
-        text = "" if self.value is None else " ".join(str(self.value).split())
-        return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
-
-
 @dataclass(frozen=True)
 class ConfigurationFacts(Record):
     """Findings on the configuration of a node, made there: its files are only there."""
@@ -80,84 +69,85 @@ def _findings() -> Iterator[Finding]:
     for path in unreadable():
         advice = f"Its owner: chmod a+r {path}"
         yield finding("files", "warning", f"{path} cannot be read by you", advice)
-    sections: dict[str, dict[str, Setting]] = {}
-    for source, content in sources():
-        for section, key, value in _entries(content):
-            settings = sections.setdefault(section, {})
-            settings.pop(key, None)  # in the order of their last sources
-            settings[key] = Setting(value, source)
-    if not sections:
+    found = [(*one, source) for source, content in sources() for one in _sections(content)]
+    if not found:
         value = f"nothing of hpcdask or jobqueue in {', '.join(map(str, dask.config.paths))}"
         yield finding("files", "ok", value)
-    for section, settings in sections.items():
-        if one := settings.pop("", None):
-            yield _no_section(section, one)
-        if settings:
-            yield from _check_section(section, settings)
+    files: dict[str, list[str]] = {}
+    for section, content, source in found:
+        if section.partition(".")[0] not in SECTIONS:
+            value = f"no such section, so without effect ({source})"
+            yield finding(section, "warning", value, _meant(section, SECTIONS))
+        elif not isinstance(content, Mapping):
+            value = f"is {content}, not a section with keys ({source})"
+            advice = f"Write it as in {SECTIONS[section.partition('.')[0]]}"
+            yield finding(section, "warning", value, advice)
+        else:
+            files.setdefault(section, []).append(source)
+            yield from _check_names(section, content, source)
+    for section, there in files.items():
+        obstacles = list(_check_folders(section))
+        yield from obstacles
+        if not obstacles and (refusal := _refusal(section)):
+            yield finding(section, "warning", refusal, f"Correct it in {', '.join(there)}")
 
 
-def _entries(content: Any, *path: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield section, key and value of all that concerns hpcdask and jobs, as Dask spells keys."""
-    if isinstance(content, Mapping) and (content or not path):
-        for name, value in content.items():
-            known = str(name).replace("_", "-")
-            if path or known in SECTIONS:
-                yield from _entries(value, *path, known)
-            elif difflib.get_close_matches(known, SECTIONS, 1, ALIKE):
-                yield known, "", None
-        return
-    count = 2 if path[:1] == ("jobqueue",) else 1
-    if len(path) > count or content not in (None, {}, ""):
-        yield ".".join(path[:count]), ".".join(path[count:]), content
+def _sections(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names and contents of the sections, as Dask spells them, that are or look like ours."""
+    for name, section in _canonical(content).items():
+        if name == "jobqueue" and isinstance(section, Mapping):
+            systems_ = _canonical(section).items()
+            yield from ((f"{name}.{system}", keys) for system, keys in systems_ if keys)
+        elif section and difflib.get_close_matches(name, SECTIONS, 1, ALIKE):
+            yield name, section
 
 
-def _no_section(section: str, one: Setting) -> Finding:
-    if one.value is None:
-        value = f"no such section, so without effect ({one.source})"
-        return finding(section, "warning", value, _meant(section, SECTIONS))
-    value = f"is {one}, not a section with keys ({one.source})"
-    advice = f"Write it as in {SECTIONS[section.partition('.')[0]]}"
-    return finding(section, "warning", value, advice)
+def _canonical(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(name).replace("_", "-"): value for name, value in content.items()}
 
 
-def _check_section(section: str, settings: Mapping[str, Setting]) -> Iterator[Finding]:
-    for source in dict.fromkeys(one.source for one in settings.values()):
-        values = [f"{key}={one}" for key, one in settings.items() if one.source == source]
-        yield finding(section, "ok", f"{', '.join(values)} ({source})")
+def _system_of(section: str) -> str | None:
+    """Return the queueing system of a section such as ``jobqueue.slurm-h200``, or None."""
     name = section.removeprefix("jobqueue.")
-    system = next((one for one in systems() if name == one or name.startswith(f"{one}-")), None)
+    return next((one for one in systems() if name == one or name.startswith(f"{one}-")), None)
+
+
+def _check_names(section: str, content: Mapping[str, Any], source: str) -> Iterator[Finding]:
+    """Yield the settings of one source, and findings on names that nothing reads."""
+    settings = _canonical(content)
+    value = ", ".join(f"{key}={_shortened(setting)}" for key, setting in settings.items())
+    yield finding(section, "ok", f"{value} ({source})")
+    name, system = section.removeprefix("jobqueue."), _system_of(section)
     near = difflib.get_close_matches(name, systems(), 1, ALIKE)
     if system is None and near:
         value = f"is no queueing system's, and read only with config_name={name!r}"
         yield finding(section, "warning", value, f"Did you mean jobqueue.{near[0]}?")
     known = OWN_KEYS if section == "hpcdask" else _keys(system)
-    for key, one in settings.items():
-        first = key.partition(".")[0]
-        if first not in known:
-            value = f"{key}: no such key, so without effect ({one.source})"
-            yield finding(section, "warning", value, _meant(first, known))
-    obstacles = list(_check_folders(section, settings))
-    yield from obstacles
-    if system and not obstacles and (refusal := _refusal(section, system)):
-        files = dict.fromkeys(one.source for one in settings.values())
-        yield finding(section, "warning", refusal, f"Correct it in {', '.join(files)}")
+    for key in settings.keys() - known:
+        value = f"{key}: no such key, so without effect ({source})"
+        yield finding(section, "warning", value, _meant(key, known))
 
 
-def _check_folders(section: str, settings: Mapping[str, Setting]) -> Iterator[Finding]:
-    for key, (value, source) in settings.items():
-        if key not in FOLDERS or not value:
+def _shortened(setting: Any) -> str:
+    text = "" if setting is None else " ".join(str(setting).split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _check_folders(section: str) -> Iterator[Finding]:
+    for key in FOLDERS:
+        if not (value := dask.config.get(f"{section}.{key}", None)):
             continue
         try:
             check_folder(key, str(value))
         except (OSError, UsageError) as error:
             what, _, mend = str(error).removeprefix("--local-directory: ").partition(": ")
-            said = f"{key}: {what} ({source})"
+            what = f"{key}: {what} ({source_of(f'{section}.{key}')})"
             if key == "local-directory" and job_id() is None:
                 advice = "It is a folder of the nodes: see srun hpcdask doctor there"
-                yield finding(section, "note", said, advice)
+                yield finding(section, "note", what, advice)
             else:
                 advice = f"To fix it: {mend or 'name a folder in which you may write'}"
-                yield finding(section, "warning", said, advice)
+                yield finding(section, "warning", what, advice)
 
 
 def check_folder(key: str, value: str) -> None:
@@ -174,11 +164,13 @@ def check_folder(key: str, value: str) -> None:
         check_owned(path)
 
 
-def _refusal(section: str, system: str) -> str:
+def _refusal(section: str) -> str:
     """Return the error of a cluster of this section about its values; empty if they are right."""
     from hpcdask.clusters.classes import class_of
     from hpcdask.clusters.options import ClusterOptions
 
+    if (system := _system_of(section)) is None:
+        return ""
     known = dask.config.get(section, {})
     keywords = {key: value for key, value in OF_USERS.items() if known.get(key) is None}
     keywords["config_name"] = section.removeprefix("jobqueue.")

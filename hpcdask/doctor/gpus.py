@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from dask.utils import format_bytes
 
 from hpcdask.comm.transport import NodeLinks, confined
-from hpcdask.errors import DeviceError
 from hpcdask.gpu import driver, nvml
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu, visible_gpus
 from hpcdask.gpu.nvml import Device
@@ -259,17 +258,18 @@ def _ranks(node: Node) -> Iterator[Finding]:
     topic, gpus, ranks = "GPU of each rank", node.gpus, node.ranks
     if len(ranks) < 2:
         return
-    try:
-        node.assign()
-    except DeviceError as error:
-        value, _, advice = str(error).partition(": ")
+    _, error = node.assign()
+    idle = len(gpus) - len(ranks)
+    if error:
+        value, _, advice = error.partition(": ")
         yield finding(topic, "error", value, advice or f"Request one for each: {EACH_A_GPU}")
-        return
-    if idle := len(gpus) - len(ranks):
+    elif idle:
         value = f"{len(ranks)} ranks for {len(gpus)} GPUs: {idle} without work"
         yield finding(topic, "warning", value, f"Start {len(gpus)} ranks on each node")
     else:
-        every = all(len(seen) == len(gpus) for seen in node.seen().values())
+        every = all(
+            known.gpus and len(known.gpus.gpus) == len(gpus) for known in node.reports.values()
+        )
         yield finding(
             topic, "ok", "each sees all and takes its own" if every else "each sees its own"
         )

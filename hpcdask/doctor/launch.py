@@ -140,7 +140,7 @@ def _transport(nodes: Sequence[Node]) -> Iterator[Finding]:
     seats = [
         NodeLinks(node.name, tuple(gpus), node.fabrics[rank])
         for node in nodes
-        for rank, gpus in node.assigned().items()
+        for rank, gpus in node.assign()[0].items()
         if rank in node.fabrics
     ]
     if not seats:

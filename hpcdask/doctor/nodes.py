@@ -136,29 +136,21 @@ class Node:
         ranks = len(self.processes) or len(self.ranks)
         return ranks if ranks > 1 else max(1, len(self.gpus))
 
-    def seen(self) -> dict[int, list[Gpu]]:
-        """Return the GPUs that each rank sees."""
+    def assign(self) -> tuple[dict[int, list[Gpu]], str]:
+        """Return the GPUs of each rank's workers; those that it sees and an error if some lack."""
         known = self._of("gpus")
-        return {rank: [*known[rank].gpus] if rank in known else [] for rank in self.ranks}
-
-    def assign(self) -> dict[int, list[Gpu]]:
-        """Return the GPUs of each rank's workers. Raises DeviceError if some get none."""
-        seen = self.seen()
+        seen = {rank: [*known[rank].gpus] if rank in known else [] for rank in self.ranks}
         if len(seen) == 1 or not self.gpus:
-            return seen
+            return seen, ""
         views = [
             Inventory(rank, "this node", place, tuple(gpus), (), 0)
             for place, (rank, gpus) in enumerate(seen.items())
         ]
-        given = assign_devices(views, RunSpec(device="cuda"), by_hand=False, job=None)
-        return {rank: [gpu for gpu in group if gpu] for rank, group in given.items()}
-
-    def assigned(self) -> dict[int, list[Gpu]]:
-        """Return what `assign` does, or where that fails the GPUs that each rank sees."""
         try:
-            return self.assign()
-        except DeviceError:
-            return self.seen()
+            given = assign_devices(views, RunSpec(device="cuda"), by_hand=False, job=None)
+        except DeviceError as error:
+            return seen, str(error)
+        return {rank: [gpu for gpu in group if gpu] for rank, group in given.items()}, ""
 
 
 def examine(node: Node) -> list[Finding]:

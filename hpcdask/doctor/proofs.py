@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,37 +80,8 @@ class Outcome(Record):
 # The processes
 
 
-def main(word: str = "") -> None:
-    """Load the packages and, as NCCL's host or one of its ranks, sum: see `_reduce`."""
-    if word:
-        try:
-            _reduce(word)
-        except Exception as error:
-            _tell(error=root_cause(error))
-        return
-    for name, step in _stack():
-        _tell(step=name)
-        started = time.monotonic()
-        try:
-            done = {"text": step()}
-        except Exception as error:
-            done = {"error": root_cause(error)}
-        _tell(**done, step=name, seconds=round(time.monotonic() - started, 2))
-
-
 def _tell(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
-
-
-def _stack() -> Iterator[tuple[str, Callable[[], str]]]:
-    """Yield the steps in order, without those of packages that are not installed."""
-    if find_spec("cupy"):
-        yield "cupy", _cupy
-        yield "GPUs", _gpus
-    if find_spec("rmm"):
-        yield "rmm", _rmm
-    if find_spec("ucxx") and find_spec("distributed_ucxx"):
-        yield "ucxx", _ucxx
 
 
 def _cupy() -> str:
@@ -147,6 +119,29 @@ def _ucxx() -> str:
     return f"UCX {version} loads {', '.join(loaded) or 'no module'}"
 
 
+#: Steps in order, each with the package that it is about.
+STEPS: dict[str, tuple[str, Callable[[], str]]] = {
+    "cupy": ("cupy", _cupy),
+    "GPUs": ("cupy", _gpus),
+    "rmm": ("rmm", _rmm),
+    "ucxx": ("distributed_ucxx", _ucxx),
+}
+
+
+def _load() -> None:
+    """Take the steps, without those of packages that are not installed."""
+    for name, (package, step) in STEPS.items():
+        if find_spec(package) is None:
+            continue
+        _tell(step=name)
+        started = time.monotonic()
+        try:
+            done = {"text": step()}
+        except Exception as error:
+            done = {"error": root_cause(error)}
+        _tell(**done, step=name, seconds=round(time.monotonic() - started, 2))
+
+
 def _reduce(word: str) -> None:
     """Be the ``host``, by which the others find each other, or one rank of an all-reduce."""
     _tell(step="library")
@@ -154,16 +149,19 @@ def _reduce(word: str) -> None:
         _tell(error=reason)
         return
     _tell(step="communicator", version=nccl.version())
-    if word == "host":
-        _tell(id=nccl.unique_id().hex())
-        sys.stdin.read()
-        return
-    order = json.loads(word)
-    joined = nccl.join(order["number"], order["size"], bytes.fromhex(order["id"]))
-    _tell(step=REDUCE)
-    seconds, right = nccl.all_reduce(joined, order["nbytes"], REPEATS)
-    _tell(seconds=seconds, right=right)
-    joined.destroy()
+    try:
+        if word == "host":
+            _tell(id=nccl.unique_id().hex())
+            sys.stdin.read()
+            return
+        order = json.loads(word)
+        joined = nccl.join(order["number"], len(order["gpus"]), bytes.fromhex(order["id"]))
+        _tell(step=REDUCE)
+        seconds, right = nccl.all_reduce(joined, order["nbytes"], REPEATS)
+        _tell(seconds=seconds, right=right)
+        joined.destroy()
+    except Exception as error:
+        _tell(error=root_cause(error))
 
 
 # Their parent
@@ -187,7 +185,7 @@ def members(nodes: Iterable[Node]) -> list[Member]:
     found: dict[str, Member] = {}
     for node in nodes:
         numbers = {gpu.uuid: gpu.index for gpu in node.gpus}
-        for rank, gpus in node.assigned().items():
+        for rank, gpus in node.assign()[0].items():
             for gpu in gpus:
                 name = f"GPU {numbers[gpu.uuid]} of {node.name}"
                 found.setdefault(gpu.uuid, Member(rank, name, gpu.uuid))
@@ -200,35 +198,33 @@ Ask = Callable[[int, dict[str, Any]], Awaitable[dict[str, Outcome]]]
 
 async def measure(every: Sequence[Member], ask: Ask) -> list[tuple[str, Outcome]]:
     """Measure an all-reduce between all GPUs; return each one's name and outcome."""
-    names = [one.name for one in every]
-    if len(every) < 2:
-        return [(name, Outcome()) for name in names]
-    host = await _start("host", **SPEAK)
-    try:
-        known = await _hear(host, NCCL_DEADLINE_S, until="id")
-        if not (unique_id := known.merged.get("id")):
-            return [(name, known) for name in names]
-        orders: dict[int, dict[str, Any]] = {}
-        for number, one in enumerate(every):
-            empty = {"id": unique_id, "size": len(every), "nbytes": NBYTES, "gpus": {}}
-            orders.setdefault(one.rank, empty)["gpus"][str(number)] = one.uuid
-        answers = await asyncio.gather(*(ask(*order) for order in orders.items()))
-    finally:
-        await _kill(host)
-    found = {number: outcome for answer in answers for number, outcome in answer.items()}
-    return [(name, found.get(str(number), Outcome())) for number, name in enumerate(names)]
+    found: dict[str, Outcome] = {}
+    if len(every) > 1:
+        host = await _start("host", **SPEAK)
+        try:
+            known = await _hear(host, NCCL_DEADLINE_S, until="id")
+            if not (unique_id := known.merged.get("id")):
+                return [(one.name, known) for one in every]
+            gpus = [(one.rank, one.uuid) for one in every]
+            order = {"id": unique_id, "nbytes": NBYTES, "gpus": gpus}
+            answers = await asyncio.gather(*(ask(rank, order) for rank in dict(gpus)))
+        finally:
+            await _kill(host)
+        found = dict(ChainMap(*answers))
+    return [(one.name, found.get(str(n), Outcome())) for n, one in enumerate(every)]
 
 
-async def obey(order: dict[str, Any]) -> dict[str, Outcome]:
+async def obey(rank: int, order: dict[str, Any]) -> dict[str, Outcome]:
     """Run the processes of a rank's GPUs, and return their outcomes by NCCL's rank."""
 
-    async def reduce(number: str, uuid: str) -> Outcome:
-        word = json.dumps({**order, "number": int(number)})
+    async def reduce(number: int, uuid: str) -> Outcome:
+        word = json.dumps({**order, "number": number})
         process = await _start(word, CUDA_VISIBLE_DEVICES=uuid, **SPEAK)
         return await _hear(process, NCCL_DEADLINE_S)
 
-    found = await asyncio.gather(*(reduce(*gpu) for gpu in order["gpus"].items()))
-    return dict(zip(order["gpus"], found, strict=True))
+    own = {number: uuid for number, (of, uuid) in enumerate(order["gpus"]) if of == rank}
+    found = await asyncio.gather(*(reduce(*gpu) for gpu in own.items()))
+    return dict(zip(map(str, own), found, strict=True))
 
 
 async def _start(*arguments: str, **variables: str) -> asyncio.subprocess.Process:
@@ -356,4 +352,4 @@ def _cause(outcome: Outcome) -> tuple[str, str] | None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    _reduce(sys.argv[1]) if sys.argv[1:] else _load()

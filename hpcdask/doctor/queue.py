@@ -45,7 +45,8 @@ class QueueFacts(Record):
         """Read the job's variables, and ask SLURM where there is an ``srun``."""
         (system, _), job = title_and_request(), job_id()
         gpus = {name: value for name, value in os.environ.items() if GPU_VARIABLES.match(name)}
-        srun = _output("srun", "--version") if shutil.which("srun") else None
+        # the last line is an effect of those before
+        srun = _output("srun", "--version").rpartition("; ")[2] if shutil.which("srun") else None
         # of a job with many nodes, all would ask
         asks = not job and (srun or "").startswith("slurm") and shutil.which("scontrol")
         controller = _output("scontrol", "ping") if asks else ""

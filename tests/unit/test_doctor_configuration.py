@@ -48,7 +48,11 @@ def test_what_is_in_force_has_the_file_or_variable_that_it_is_from(site, tmp_pat
     file = tmp_path / "site.yaml"
     assert found == [
         ("hpcdask", "ok", f"port-range=20000-20999 ({file}) -> "),
-        ("jobqueue.slurm", "ok", f"cores=8, scheduler-options.interface=lo ({file}) -> "),
+        (
+            "jobqueue.slurm",
+            "ok",
+            f"queue=gpu, cores=8, scheduler-options={{'interface': 'lo'}} ({file}) -> ",
+        ),
         ("jobqueue.slurm", "ok", "queue=debug (variable DASK_JOBQUEUE__SLURM__QUEUE) -> "),
     ]
 
