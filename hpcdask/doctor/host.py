@@ -32,7 +32,7 @@ NETWORK_FILE_SYSTEMS = {
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "beegfs_nodev", "ceph", "cephfs", "cifs", "smb3",
     "panfs", "pvfs2", "orangefs", "wekafs", "afs", "9p", "glusterfs", "daos", "quobyte", "vast",
 }  # fmt: skip
-LOCAL_FUSE = ("fuse.fuse-overlayfs", "fuse.squashfuse")
+NETWORK_FUSE = re.compile(r"fuse\.(?!fuse-overlayfs$|squashfuse$)")
 #: Variables, and parts of Dask's configuration, that change how fast workers exchange and compute.
 VARIABLES = re.compile(
     r"UCX_|DASK_(DISTRIBUTED__COMM|UCX|RMM|TEMPORARY)|CUDA_|CUPY_|NVIDIA_VISIBLE|RAPIDS_LIBUCX"
@@ -104,11 +104,6 @@ class FolderFacts(Record):
         return found
 
 
-def read_shared_memory() -> FolderFacts:
-    """Return the facts of shared memory's file system."""
-    return FolderFacts.read("/dev/shm")
-
-
 def read_scratch() -> FolderFacts:
     """Return the facts of a worker's folder for spilled data, by Dask's configuration or TMPDIR."""
     existing = path = base_folder()
@@ -128,11 +123,6 @@ def mount_type(path: str, mounts: Iterable[Any]) -> str:
     inside = [one for one in mounts if path.startswith(os.path.join(one.mountpoint, ""))]
     # a later mount hides an earlier one
     return str(max(reversed(inside), key=lambda one: len(one.mountpoint)).fstype) if inside else ""
-
-
-def is_network(kind: str) -> bool:
-    """Return whether a file system lies on other machines."""
-    return kind in NETWORK_FILE_SYSTEMS or (kind.startswith("fuse.") and kind not in LOCAL_FUSE)
 
 
 def check_name(known: NameFacts, node: Node) -> Iterator[Finding]:
@@ -167,7 +157,7 @@ def check_scratch(known: FolderFacts, node: Node) -> Iterator[Finding]:
     status: Status = "warning"
     if not known.writable:
         status, value = "error", f"{where} cannot be written"
-    elif is_network(known.type):
+    elif known.type in NETWORK_FILE_SYSTEMS or NETWORK_FUSE.match(known.type):
         value = f"{SLOW}on the network: {value}"
     elif known.type in ("tmpfs", "ramfs"):
         value, advice = f"in memory: {value}", f"Spilled data stays in memory. {advice}"

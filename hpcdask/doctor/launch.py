@@ -16,7 +16,7 @@ from hpcdask.spec.specs import WorkerSpec
 from . import proofs
 from .nodes import Node, RankFacts, examine
 from .proofs import Outcome
-from .report import Finding, Report, Status, name_hosts
+from .report import Finding, Report, Status
 
 finding = partial(Finding, "between nodes")
 #: Seconds by which clocks may differ. Credentials are valid from an hour before.
@@ -166,7 +166,7 @@ def _differences(nodes: Sequence[Node]) -> Iterator[Finding]:
         if odd := [
             host for some_hosts in hosts.values() for host in some_hosts if host not in usual
         ]:
-            values = "; ".join(f"{value} on {name_hosts(there)}" for value, there in hosts.items())
+            values = "; ".join(f"{value} on {some(there)}" for value, there in hosts.items())
             advice = f"Make them alike, or leave out {some(odd)}"
             yield Finding("differences between nodes", what, status, values, advice)
 

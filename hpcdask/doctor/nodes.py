@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from hpcdask.comm import fabric
@@ -67,7 +68,7 @@ GROUPS = {
     "queue": Group(QueueFacts.read, queue.check),
     "configuration": Group(ConfigurationFacts.read, lambda known, node: known.findings),
     "name": Group(NameFacts.read, host.check_name),
-    "shared_memory": Group(host.read_shared_memory, host.check_shared_memory),
+    "shared_memory": Group(partial(FolderFacts.read, "/dev/shm"), host.check_shared_memory),
     "scratch": Group(host.read_scratch, host.check_scratch),
 }
 #: Advice where a group cannot be gathered.

@@ -124,7 +124,7 @@ def print_text(report: Report) -> None:
         markup=False,
         emoji=False,
     )
-    hosts = name_hosts([node.name for node, _ in report.nodes])
+    hosts = some((node.name for node, _ in report.nodes), NAMED)
     with console.capture() as text:
         console.print(f"hpcdask doctor: {hosts}, {plural(report.ranks, 'rank')}")
         console.print(_finding_table(report))
@@ -167,14 +167,7 @@ def _places(nodes: Sequence[tuple[Node, Sequence[Finding]]]) -> dict[Finding, st
     places = {}
     for finding, found in together(sources).items():
         ranks = [rank for _, some_ranks in found for rank in some_ranks]
-        words = [name_hosts([host for host, _ in found])] if len(found) < len(nodes) else []
+        words = [some((host for host, _ in found), NAMED)] if len(found) < len(nodes) else []
         words += [numbered("rank", ranks)] if ranks else []
         places[finding] = ", ".join(words)
     return places
-
-
-def name_hosts(hosts: Sequence[str]) -> str:
-    """Return the names of hosts, of many the number, the first and the last."""
-    if len(hosts) > NAMED:
-        return f"{len(hosts)} nodes ({', '.join(hosts[:2])} ... {hosts[-1]})"
-    return ", ".join(hosts)
