@@ -67,7 +67,7 @@ PARAMETER = re.compile(r"^(\w+) : .*\n(?:    .*\n)*", re.M)
 
 def leave_out_same(app, what, name, found, options, lines):
     """Say of a cluster class only in what its keywords differ from those of the first."""
-    if not getattr(found, "jobqueue", None) or found is hpcdask.SLURMCUDACluster:
+    if not getattr(found, "queue_name", None) or found is hpcdask.SLURMCUDACluster:
         return
     first = list(PARAMETER.finditer(inspect.getdoc(hpcdask.SLURMCUDACluster) + "\n"))
     text = "\n".join([*lines, ""])

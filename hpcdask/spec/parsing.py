@@ -170,8 +170,8 @@ def parse_groups(
 
 def parse_libraries(value: str | Iterable[str] | None, name: str) -> tuple[str, ...]:
     """Return names of libraries, each once, from ``"cupy,torch"``."""
-    words = () if value == "none" else _words(value)
-    return tuple(dict.fromkeys(parse_choice(w, name, ("cupy", "torch", "numba")) for w in words))
+    words, known = () if value == "none" else _words(value), ("cupy", "torch", "numba")
+    return tuple(dict.fromkeys(parse_choice(word, name, known) for word in words))
 
 
 def _words(value: str | Iterable[str] | None) -> tuple[str, ...]:
