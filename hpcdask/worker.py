@@ -49,7 +49,7 @@ def command() -> click.Command:
 def parse(argv: Sequence[str]) -> JobSpec:
     """Read the command line and the environment."""
     values = read(command(), argv)
-    own = {name: values.pop(name) for name in ("scheduler", "keys", "cluster", "workers")}
+    own = {name: values.pop(name, None) for name in ("scheduler", "keys", "cluster", "workers")}
     job, restarts = identity()
     return JobSpec(WorkerSpec(**values), job=job, restarts=restarts, **own)
 

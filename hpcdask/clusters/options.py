@@ -38,6 +38,7 @@ from hpcdask.queues.registry import queue_class
 from hpcdask.queues.script import check_lines
 from hpcdask.security.credentials import check_configuration
 from hpcdask.security.ports import check_size
+from hpcdask.spec.argv import make_command, options, read
 from hpcdask.spec.parsing import parse_memory, parse_seconds
 from hpcdask.spec.specs import WorkerSpec
 
@@ -295,15 +296,15 @@ class _Reader:
     def _worker_spec(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> WorkerSpec:
         """Read the workers' specification; `worker_extra_args` overrule the configuration."""
         args = settings.get("worker_extra_args") or settings.get("extra") or []
+        words = [word for arg in args for word in shlex.split(str(arg))]
         try:
-            extra = WorkerSpec.from_argv([word for arg in args for word in shlex.split(str(arg))])
+            extra = read(make_command("worker_extra_args", "", options(WorkerSpec)), words)
         except UsageError as error:
             raise UsageError(f"worker_extra_args: {error}") from None
-        if extra.name is not None:
+        if "name" in extra:
             raise UsageError("worker_extra_args: --name: workers are named after their jobs")
-        usual = vars(WorkerSpec())
-        of_args = {name: value for name, value in vars(extra).items() if value != usual[name]}
-        found = {**self.site, **of_args, **given}
+        extra = {name: value for name, value in extra.items() if value != ()}
+        found = {**self.site, **extra, **given}
         found = {name: found[name] for name in SPEC_FIELDS - {"name"} if name in found}
         if "protocol" in found:
             protocol = str(found["protocol"]).removesuffix("://")

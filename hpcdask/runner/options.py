@@ -66,7 +66,11 @@ def command() -> click.Command:
 def parse(argv: Sequence[str]) -> RunRequest:
     """Read the command line. Raises UsageError, and SystemExit after ``--help``."""
     values = read(command(), argv)
-    target, module, attached = values.pop("program"), values.pop("module"), values.pop("attached")
+    target, module, attached = (
+        values.pop("program"),
+        values.pop("module"),
+        values.pop("attached", None),
+    )
     if module and not target:
         raise UsageError("-m needs the name of a module, such as -m hpcdask.bench")
     program = Program(target[0], list(target[1:]), module) if target else None

@@ -41,16 +41,14 @@ def options(cls: Any, usual: Collection[str] = ()) -> list[click.Option]:
     found = []
     for item in dataclasses.fields(cls):
         option, parse = option_name(item.name), item.metadata["parse"]
-        more: dict[str, Any] = {"help": item.metadata["help"], "default": item.default}
-        if parse is parse_switch:
-            option = f"{option}/{negative(option)}"
-        else:
-            more |= {"metavar": item.metadata["metavar"] or METAVARS.get(parse), "type": str}
-        if parse is parse_strings:
-            more["multiple"] = True
-        elif isinstance(item.default, tuple):
-            more["default"] = ",".join(item.default)
-        found.append(click.Option([option], hidden=bool(usual) and item.name not in usual, **more))
+        more: dict[str, Any] = {
+            "help": item.metadata["help"],
+            "metavar": item.metadata["metavar"] or METAVARS.get(parse),
+            "multiple": parse is parse_strings,
+            "hidden": bool(usual) and item.name not in usual,
+        }
+        both = f"{option}/{negative(option)}" if parse is parse_switch else option
+        found.append(click.Option([both], default=None, **more))
 
     def show_all(context: click.Context, param: click.Parameter, value: bool) -> None:
         if value:
@@ -75,13 +73,13 @@ def make_command(
 
 
 def read(command: click.Command, argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values on a command line.
+    """Return the values on a command line, but of options that nobody gave.
 
     Raises UsageError, and SystemExit after ``--help``.
     """
     try:
         with command.make_context(command.name, list(argv)) as context:
-            return dict(context.params)
+            return {name: one for name, one in context.params.items() if one is not None}
     except click.exceptions.Exit as stop:
         raise SystemExit(stop.exit_code) from None
     except click.UsageError as error:

@@ -183,11 +183,6 @@ def parse_strings(value: str | Iterable[str] | None, name: str) -> tuple[str, ..
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-def parse_text(value: Any, name: str) -> Any:
-    """Return the value as it is."""
-    return value
-
-
 def parse_switch(value: Any, name: str) -> bool | None:
     """Return True, False or None."""
     if value is None or isinstance(value, bool):

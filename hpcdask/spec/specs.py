@@ -6,12 +6,12 @@ Every launcher turns its options into one, and every process that it starts gets
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self, get_args, get_type_hints
 
-from .argv import make_command, negative, option_name, options, read
+from .argv import negative, option_name
 from .keywords import Device, Keyword, Protocol, RunKeywords
 from .names import worker_name
 from .parsing import (
@@ -29,12 +29,14 @@ from .parsing import (
     parse_seconds,
     parse_strings,
     parse_switch,
-    parse_text,
 )
 
 
 def _option(
-    text: str, parse: Parser = parse_text, default: Any = None, metavar: str | None = None
+    text: str,
+    parse: Parser = lambda value, name: value,
+    default: Any = None,
+    metavar: str | None = None,
 ) -> Any:
     return field(default=default, metadata={"help": text, "parse": parse, "metavar": metavar})
 
@@ -168,7 +170,7 @@ class WorkerSpec:
         return {"GPU" if on_gpu else "CPU": 1.0, **(self.resources or {})}
 
     def to_argv(self) -> list[str]:
-        """Return the options that give this spec again, where it differs from the defaults."""
+        """Return the options that give this spec again: those that differ from the defaults."""
         argv: list[str] = []
         for item in dataclasses.fields(self):
             value, option = getattr(self, item.name), option_name(item.name)
@@ -185,11 +187,6 @@ class WorkerSpec:
             else:
                 argv += [option, "none" if value is None else str(value)]
         return argv
-
-    @classmethod
-    def from_argv(cls, argv: Sequence[str]) -> WorkerSpec:
-        """Read what `to_argv` wrote."""
-        return cls(**read(make_command("worker", "", options(cls)), argv))
 
 
 @dataclass(frozen=True)
@@ -239,9 +236,8 @@ class RunSpec(WorkerSpec):
 class JobSpec:
     """Request of a job, from the command line and the environment.
 
-    `scheduler` is ``tls://HOST:PORT`` or ``tcp://HOST:PORT``. `keys` is the file of the cluster's
-    credentials. `cluster`, its id or a group's, `job` and `restarts` are in the workers' names.
-    `workers` is per node.
+    `scheduler` is its address, `keys` the file of the cluster's credentials. `cluster`, its id or
+    a group's, `job` and `restarts` are in the workers' names. `workers` is per node.
     """
 
     spec: WorkerSpec

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hpcdask.errors import UsageError
 from hpcdask.runner.options import parse
-from hpcdask.spec.argv import option_name
+from hpcdask.spec.argv import make_command, option_name, options, read
 from hpcdask.spec.parsing import (
     parse_device_memory,
     parse_libraries,
@@ -62,9 +62,14 @@ def test_forms(parser, value, text):
     assert parser(parsed, "--option") == parsed
 
 
+def from_argv(argv: list[str]) -> WorkerSpec:
+    """Read the options of a worker as `worker_extra_args` and the workers of jobs do."""
+    return WorkerSpec(**read(make_command("worker", "", options(WorkerSpec)), argv))
+
+
 def test_a_switch_is_on_off_or_ucx_s_choice():
     for argv, value in ([], None), (["--enable-nvlink"], True), (["--disable-nvlink"], False):
-        spec = WorkerSpec.from_argv(argv)
+        spec = from_argv(argv)
         assert spec.enable_nvlink is value
         assert spec.to_argv() == argv
     with pytest.raises(UsageError, match="--enable-nvlink: 'yes' is not one of True, False, None"):
@@ -149,7 +154,7 @@ def test_worker_spec_to_argv_and_back(values):
     spec = WorkerSpec(**values)
     argv = spec.to_argv()
     assert all(isinstance(part, str) for part in argv)
-    assert WorkerSpec.from_argv(argv) == spec
+    assert from_argv(argv) == spec
 
 
 @given(st.fixed_dictionaries({}, optional={**FIELDS, **RUN_FIELDS}), st.lists(WORDS))
