@@ -138,8 +138,8 @@ def workload(name: str, *options: Decorator) -> Decorator:
 
     def decorate(function: Callable[..., Runs]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def command(more: Sequence[str], **given: Any) -> None:
-            if more:
+        def command(**given: Any) -> None:
+            if more := click.get_current_context().args:
                 raise UsageError(
                     f"hpcdask bench measures one workload: run hpcdask bench {name}, then hpcdask "
                     f"bench {more[0]}, or hpcdask bench all"
@@ -148,10 +148,9 @@ def workload(name: str, *options: Decorator) -> Decorator:
             how = {name: given.pop(name) for name in common}
             execute(function(**given), leave_out=name == "all", **how)
 
-        more = click.argument("more", nargs=-1, metavar="")
-        for option in reversed((*options, DEVICE, SCHEDULER, JSON, REPORT, more)):
+        for option in reversed((*options, DEVICE, SCHEDULER, JSON, REPORT)):
             command = option(command)
-        return bench.command(name)(command)
+        return bench.command(name, context_settings={"allow_extra_args": True})(command)
 
     return decorate
 
