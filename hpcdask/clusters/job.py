@@ -59,10 +59,6 @@ class Job(Record):
     overdue: bool = False  #: workers did not connect, return or leave in time, or it is stuck
     group: str = ""  #: group that it belongs to; empty in a cluster without groups
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "state", JobState(self.state))  # a text in JSON, and a list
-        object.__setattr__(self, "workers", frozenset(self.workers))
-
     @property
     def arrived(self) -> bool:
         """Return whether all its workers have been connected at one time."""

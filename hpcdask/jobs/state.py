@@ -55,9 +55,6 @@ class JobReport(Record):
     since: float | None
     group: str = ""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "state", JobState(self.state))  # a text in JSON
-
     @classmethod
     def of_queue(cls, seen: QueueStatus, submitted: float | None, group: str) -> JobReport:
         """Return a job's state where only the queue tells of it."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, Self
 
+COLLECTIONS = (tuple, list, frozenset)
+
 
 class Record:
-    """Base of such dataclasses. Fields may be records, and tuples or lists of them, or None."""
+    """Base of such dataclasses. Fields may be records, enums, `COLLECTIONS` of them, or None."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for `from_json`."""
@@ -29,6 +32,8 @@ _types = functools.cache(typing.get_type_hints)
 
 def _read(value: Any, kind: Any) -> Any:
     """Return a value of a field of this type, of which JSON may have made something else."""
+    if isinstance(kind, enum.EnumType):
+        return kind(value)
     if not isinstance(value, dict | list | tuple):
         return value
     parts = typing.get_args(kind)
@@ -37,4 +42,4 @@ def _read(value: Any, kind: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, Record):
         return kind.from_json(value)  # type: ignore[arg-type]
     origin = typing.get_origin(kind)
-    return origin(_read(one, parts[0]) for one in value) if origin in (tuple, list) else value
+    return origin(_read(one, parts[0]) for one in value) if origin in COLLECTIONS else value
