@@ -120,6 +120,12 @@ def owner_text(pid: int | None = None) -> str:
     return f"{os.uname().nodename} {space} {pid} {process_start(pid)}"
 
 
+def owner_lives(owner: str) -> bool | None:
+    """Return whether the process of an `owner_text` runs; None if that cannot be seen from here."""
+    *there, pid, start = owner.split()
+    return process_start(int(pid)) == start if there == owner_text().split()[:2] else None
+
+
 def make_observable() -> None:
     """Write the stacks of this process into memory at a signal, where the kernel allows it."""
     if stacks_file(os.getpid()) is None:

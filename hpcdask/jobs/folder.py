@@ -23,7 +23,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import stat
 import time
 from collections.abc import Iterable
@@ -31,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpcdask.errors import UsageError
-from hpcdask.process import home_folder, process_start
+from hpcdask.process import home_folder, owner_lives, owner_text
 from hpcdask.security.private import make_folders, others_may_write, refuse_open, write_private
 from hpcdask.spec.records import Record
 
@@ -59,15 +58,12 @@ class Owner(Record):
     @classmethod
     def this(cls) -> Owner:
         """Return this process."""
-        space = os.readlink("/proc/self/ns/pid")
-        return cls(socket.gethostname(), space, os.getpid(), process_start(os.getpid()))
+        host, space, pid, start = owner_text().split()
+        return cls(host, space, int(pid), start)
 
     def lives(self) -> bool | None:
         """Return whether it still runs; None if that cannot be seen from here."""
-        here = Owner.this()
-        if (self.host, self.space) != (here.host, here.space):
-            return None
-        return process_start(self.pid) == self.start
+        return owner_lives(f"{self.host} {self.space} {self.pid} {self.start}")
 
 
 @dataclass(eq=False)

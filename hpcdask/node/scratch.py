@@ -13,7 +13,7 @@ from collections.abc import Callable
 import dask.config
 
 from hpcdask.errors import UsageError
-from hpcdask.process import owner_text, process_start
+from hpcdask.process import owner_lives, owner_text
 from hpcdask.security import private
 from hpcdask.upstream.configuration import source_of
 
@@ -65,10 +65,8 @@ def scratch_folder(
 
 def remove_stale(base: str) -> None:
     """Remove what ranks of this host left that died with their janitor (`scancel JOB.STEP`)."""
-    here = owner_text().split()[:2]
     for folder in glob.glob(os.path.join(glob.escape(base), f"hpcdask-{os.getuid()}-*")):
         with contextlib.suppress(OSError, ValueError):
             owner = private.read(os.path.join(folder, private.OWNER))
-            *there, pid, start = owner.split()
-            if there == here and start != process_start(int(pid)):
+            if owner_lives(owner) is False:
                 private.remove(folder, owner)
