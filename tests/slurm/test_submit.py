@@ -171,7 +171,7 @@ def test_what_ends_a_job_that_is_waited_for(login: Login):
     said(pending, "is pending (")
 
     kept = check_end(login.hpcdask("down", "--dead", "--yes"), 0).out
-    assert kept.count("kept 1 job of hpcdask submit") == 3  # though no notebook holds them
+    assert kept.count("kept 1 job: hpcdask submit") == 3  # though no notebook holds them
     assert check_end(login.hpcdask("list", "--jobs"), 0).out.count("hpcdask submit") == 3
 
     pending.signal(signal.SIGTERM)  # first: it would start once the others leave it the nodes
