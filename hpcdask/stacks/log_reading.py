@@ -26,9 +26,12 @@ Record = tuple[float, str, str, str, str]
 def reader_of(name: str | None, base: str | None) -> JobLogs | RunLogs:
     """Return the reader of the logs of a cluster, also of one that is over, or of a run."""
     clusters = list_clusters(base)
-    if name and (folder := named(name, clusters)):
-        return JobLogs(folder)
-    target = find(name, base)
+    try:
+        target = find(name, base)
+    except UsageError:
+        if name and (ended := named(name, clusters)):
+            return JobLogs(ended)
+        raise
     if name is None:
         say(f"the logs of {target.name}")
     for folder in clusters:
