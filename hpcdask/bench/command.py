@@ -185,7 +185,7 @@ def array_command(operation: str, form: Any, **how: Any) -> Runs:
     "svd",
     size_option(
         "Bytes of the matrix. Default, for each GPU or thread: 25GB of uint8 on GPUs (plain "
-        "dask.array 5GB), 100MB without; 1.6GB and 200MB of float64 with --exact."
+        "dask.array 2.5GB), 100MB without; 800MB and 200MB of float64 with --exact."
     ),
     click.option("--k", type=int, metavar="N", help="Singular values wanted. Default: 10."),
     click.option("--packed", is_flag=True, help="Pack four values from 0 to 3 into a byte."),

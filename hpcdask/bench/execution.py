@@ -48,9 +48,9 @@ SIZES: dict[str, tuple[float, float, float, float]] = {
     "array, stock": (50e9, 400e9, 200e6, 32e9),
     "operation": (2e9, 100e9, 32e6, 32e9),
     "svd, tuned": (25e9, math.inf, 100e6, math.inf),
-    "svd, stock": (5e9, 40e9, 100e6, 40e9),
-    "svd exact": (1.6e9, 50e9, 200e6, 50e9),
-    "zarr": (250e6, 8e9, 100e6, 8e9),
+    "svd, stock": (2.5e9, 20e9, 100e6, 20e9),
+    "svd exact": (800e6, 25e9, 200e6, 25e9),
+    "zarr": (100e6, 4e9, 100e6, 4e9),
 }
 # Workers need scratch arrays beside their input; Dask pauses those without a GPU at 0.8.
 USABLE_FRACTION: dict[Device, float] = {"cuda": 0.8, "cpu": 0.3}
