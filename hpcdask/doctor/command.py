@@ -98,7 +98,7 @@ class _Leader:
         if launch.rank.size > 1:
             await self._meet(Rendezvous.of(launch.rank))
         seconds, others = answer_deadline_s() + proofs.STACK_DEADLINE_S + SPARE_S, [*self._channels]
-        reports = asyncio.gather(*(self._hear(rank, seconds) for rank in others))
+        reports = asyncio.gather(*(self._receive(rank, seconds) for rank in others))
         launch.arrivals[0].facts = await _gather(gathering, proves=True)
         for rank, told in zip(others, await reports, strict=True):
             if told is not None:
@@ -108,7 +108,7 @@ class _Leader:
         code = show(launch, as_json)
         for channel in self._channels.values():
             channel.send(end=code)
-        await asyncio.gather(*(self._hear(rank, LEAVE_DEADLINE_S) for rank in self._channels))
+        await asyncio.gather(*(self._receive(rank, LEAVE_DEADLINE_S) for rank in self._channels))
         if len(launch.arrivals) < launch.rank.size:
             mpi.abort_launch(launch.rank, code)
         return code
@@ -137,7 +137,7 @@ class _Leader:
         if len(self._launch.arrivals) == self._launch.rank.size:
             self._complete.set()
 
-    async def _hear(self, rank: int, seconds: float) -> dict[str, Any] | None:
+    async def _receive(self, rank: int, seconds: float) -> dict[str, Any] | None:
         """Return the next message of a rank; None if it is gone, or silent."""
         return await _within(seconds, self._channels[rank].receive())
 
@@ -146,7 +146,7 @@ class _Leader:
         if rank == 0:
             return await proofs.obey(0, order)
         self._channels[rank].send(nccl=order)
-        told = await self._hear(rank, proofs.NCCL_DEADLINE_S + SPARE_S) or {}
+        told = await self._receive(rank, proofs.NCCL_DEADLINE_S + SPARE_S) or {}
         return {number: Outcome.from_json(one) for number, one in told.get("nccl", {}).items()}
 
 

@@ -1,4 +1,4 @@
-"""Dask's configuration of hpcdask and of jobs: settings in force, their sources, and mistakes."""
+"""Dask's configuration of hpcdask and of jobs: settings, their sources, and mistakes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ConfigurationFacts(Record):
 
 
 def _findings() -> Iterator[Finding]:
-    """Yield the settings in force, and those of them that have no effect or cannot be used."""
+    """Yield the settings of all sources, weakest first, and those that cannot be used."""
     try:
         check_configuration()
     except UsageError as error:
@@ -123,7 +123,7 @@ def _check_names(section: str, content: Mapping[str, Any], source: str) -> Itera
         value = f"is no queueing system's, and read only with config_name={name!r}"
         yield finding(section, "warning", value, f"Did you mean jobqueue.{near[0]}?")
     known = OWN_KEYS if section == "hpcdask" else _keys(system)
-    for key in settings.keys() - known:
+    for key in filter(lambda one: one not in known, settings):
         value = f"{key}: no such key, so without effect ({source})"
         yield finding(section, "warning", value, _meant(key, known))
 

@@ -255,7 +255,7 @@ def _nvlink(node: Node) -> Iterator[Finding]:
 
 def _ranks(node: Node) -> Iterator[Finding]:
     """Yield a finding on whether each rank of the node gets a GPU of its own."""
-    topic, gpus, ranks = "GPU of each rank", node.gpus, node.ranks
+    topic, gpus, ranks = "GPU of each rank", node.gpus, node.reports
     if len(ranks) < 2:
         return
     _, error = node.assign()

@@ -95,11 +95,6 @@ class Node:
     all_workers: int = 1
 
     @property
-    def ranks(self) -> list[int]:
-        """Its ranks."""
-        return list(self.reports)
-
-    @property
     def facts(self) -> RankFacts:
         """Return the facts of the node, each group of the first rank that gathered it."""
         names = (one.name for one in dataclasses.fields(RankFacts))
@@ -134,13 +129,13 @@ class Node:
     @property
     def workers(self) -> int:
         """Number of its workers: one for each rank, or for each GPU if started by hand."""
-        ranks = len(self.processes) or len(self.ranks)
+        ranks = len(self.processes) or len(self.reports)
         return ranks if ranks > 1 else max(1, len(self.gpus))
 
     def assign(self) -> tuple[dict[int, list[Gpu]], str]:
         """Return the GPUs of each rank's workers; those that it sees and an error if some lack."""
         known = self._of("gpus")
-        seen = {rank: [*known[rank].gpus] if rank in known else [] for rank in self.ranks}
+        seen = {rank: [*known[rank].gpus] if rank in known else [] for rank in self.reports}
         if len(seen) == 1 or not self.gpus:
             return seen, ""
         views = [

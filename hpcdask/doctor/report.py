@@ -103,7 +103,7 @@ def to_json(report: Report) -> str:
         "exit_code": report.exit_code,
         "ranks": report.ranks,
         "nodes": [
-            {"host": node.name, "ranks": node.ranks, "findings": findings}
+            {"host": node.name, "ranks": [*node.reports], "findings": findings}
             for node, findings in report.nodes
         ],
         "between_nodes": report.between_nodes,
