@@ -27,9 +27,8 @@ class GroupKeywords(TypedDict, total=False):
 
     gpus_per_job: Annotated[
         int | None,
-        "GPUs that each job requests, on all its nodes together; the job starts one worker per "
-        'GPU. Default: 1; 0 with ``device="cpu"``, and then ``processes`` workers per job. '
-        "Directives of your own that request GPUs count.",
+        "GPUs of each job, on all its nodes together, each with a worker. Default: 1, or as your "
+        'directives say; 0 with ``device="cpu"``, and then ``processes`` workers per job.',
     ]
     gpu_type: Annotated[str | None, 'Type of GPU in the site\'s words, such as ``"h200"``.']
     nodes_per_job: Annotated[int | None, "Nodes of each job, which share its GPUs. Default: 1."]

@@ -62,12 +62,8 @@ if TYPE_CHECKING:
 NO_ADDRESS = "<scheduler's address>"
 #: Address of a scheduler of jobs on this machine.
 LOOPBACK = "127.0.0.1"
-#: Keywords of jobs and workers that groups may not have.
-FOR_ALL = {"log_directory", "name", "port_range"}
 #: Stands for the memory that dask-jobqueue wants to know; its line is left out of the script.
 NO_MEMORY = "1GiB"
-#: Lines of shell, which may hold any character.
-SHELL = frozenset(["job_script_prologue", "env_extra"])
 
 
 @dataclass(frozen=True)
@@ -223,7 +219,7 @@ class _Reader:
         """Read each group; the cluster's keywords hold where a group does not say otherwise."""
         known = types_of(self.keywords)
         of_group = {"n_workers", *GroupKeywords.__annotations__} | SPEC_FIELDS | self.of_jobs
-        for_all = set(known) - of_group | FOR_ALL | {*self.queue.of_all_jobs}
+        of_group -= {"log_directory", "name", "port_range", *self.queue.of_all_jobs}
         devices = {{**given, **own}.get("device") == "cpu" for own in groups.values()}
         found = {}
         for name, own in groups.items():
@@ -232,7 +228,7 @@ class _Reader:
                 merged["protocol"] = "tcp"  # what is asked for the GPUs
             try:
                 check_names(own, known)
-                if words := for_all & set(own):
+                if words := set(own) - of_group:
                     what = f"{', '.join(sorted(words))} is for all groups"
                     raise UsageError(f"{what}: give it to the cluster")
                 found[name] = self.read(merged)
@@ -250,7 +246,8 @@ class _Reader:
             raise UsageError(
                 f"gpus_per_job={gpus} cannot be shared evenly by nodes_per_job={nodes}"
             )
-        for name in (*sorted(self.of_jobs - SHELL), "gpu_type"):
+        shell = {"job_script_prologue", "env_extra"}  # which may hold any character
+        for name in (*sorted(self.of_jobs - shell), "gpu_type"):
             check_lines(settings.get(name), name)
         check_lines(self.section.get("name"), "name")
         # only the job knows its memory if a directive asks for it, and `memory` does not
