@@ -24,7 +24,7 @@ from hpcdask.queues.job_state import QueueStatus
 from hpcdask.spec.names import group_id, parse_worker_name
 
 from . import display, retire
-from .job import Actions, History, Job, Policy, ends_at, margin_s, observe, plan, record
+from .job import Actions, Job, Policy, ends_at, margin_s, observe, plan, went_wrong
 
 #: Why a cluster ends that nobody closed.
 SHUT_DOWN = (
@@ -78,7 +78,7 @@ class Group:
     retry_at: float = 0.0
     _retry_s: float = RETRY_S[0]
     _unanswered: bool = False  # the queue may have jobs whose ids it did not tell
-    _history: History = field(default_factory=History)
+    _since: float = 0.0  # what went wrong before is forgotten
     _waiting_users: int = 0
 
     # Its jobs and workers
@@ -152,7 +152,7 @@ class Group:
     def reset_failures(self) -> None:
         """Forget earlier failures: the user asks again."""
         self.failure = None
-        self._history = History()
+        self._since = time.time()
         self.retry_at = 0.0
         self.controller.warned.clear()
 
@@ -201,7 +201,6 @@ class Group:
             if after is before:
                 continue
             self.jobs[job_id] = after
-            self._history = record(self._history, before, after, now)
             meant = controller.closing or after.cancelled or after.leaving
             ended = after.is_over and not before.is_over
             stuck = after.stuck and after.overdue and not before.overdue
@@ -238,7 +237,8 @@ class Group:
         jobs, counting, now = self.jobs.values(), self.active(), time.time()
         crowded = len(counting) > self.wanted and any(job.workers for job in counting)
         idle = retire.closable(self.controller.scheduler, self.job_of) if crowded else []
-        return plan(self.wanted, jobs, self._history, idle=idle, now=now, policy=self.policy)
+        since, policy = self._since, self.policy
+        return plan(self.wanted, jobs, idle=idle, since=since, now=now, policy=policy)
 
     async def finish_submission(self) -> None:
         """Learn at the end which jobs were submitted."""
@@ -319,8 +319,9 @@ class Group:
 
     async def _give_up(self) -> None:
         """Fail with what the last job wrote."""
-        facts = self._history, self.policy, self.controller.folder
-        error = await asyncio.to_thread(display.jobs_failed, *facts)
+        facts = went_wrong(self.jobs.values(), self._since, time.time())
+        folder = self.controller.folder
+        error = await asyncio.to_thread(display.jobs_failed, *facts, self.policy, folder)
         self.submission = None
         self._fail(error)
         self.controller.wake()

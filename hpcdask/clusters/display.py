@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 from hpcdask.errors import HpcdaskError, JobsFailed, NotHere
@@ -13,7 +13,7 @@ from hpcdask.jobs.state import OVER, JobState, counts
 from hpcdask.logs import html_table, text_table
 from hpcdask.queues.base import Queue
 
-from .job import History, Job, Policy
+from .job import Job, Policy
 
 COLUMNS = ("group", "job", "state", "reason", "exit code", "workers", "nodes", "age")
 #: Rows that a table shows; the others are counted.
@@ -87,15 +87,16 @@ def job_ended(job: Job, folder: ClusterFolder) -> str:
     return f"job {job.id} {what}: {job.state}{reason}{code}{f'. Log: {logs[-1]}' if logs else ''}"
 
 
-def jobs_failed(history: History, policy: Policy, folder: ClusterFolder) -> JobsFailed:
+def jobs_failed(
+    starts: Sequence[Job], died: Sequence[Job], policy: Policy, folder: ClusterFolder
+) -> JobsFailed:
     """Return the error where too many jobs died, or did not start, with the end of the last log."""
-    job = history.last
-    assert job is not None
+    job = max((*starts, *died), key=lambda job: job.died or 0)
     late = job.overdue and not job.arrived and not job.stuck
-    what = f"{len(history.deaths)} jobs died within an hour"
-    if history.failed_starts >= policy.failures_max:
+    what = f"{len(died)} jobs died within an hour"
+    if len(starts) >= policy.failures_max:
         did = "brought no workers" if late else "ended before their workers connected"
-        what = f"{history.failed_starts} jobs in a row {did}"
+        what = f"{len(starts)} jobs in a row {did}"
     if late:
         which = f"{job.size - len(job.workers)} of its workers" if job.workers else "its workers"
         how = f"{which} did not connect within {policy.start_timeout_s:g} s (start_timeout)"

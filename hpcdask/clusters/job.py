@@ -7,7 +7,7 @@ ones before the next call.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,7 @@ class Job(Record):
     expiring: bool = False  #: its walltime is near, so it no longer counts, even if `held` shrinks
     stuck: bool = False  #: the queue failed to start it, and holds it
     overdue: bool = False  #: workers did not connect, return or leave in time, or it is stuck
+    died: float | None = None  #: time at which it ended, or was given up, against our will
     group: str = ""  #: group that it belongs to; empty in a cluster without groups
 
     @property
@@ -127,7 +128,7 @@ def observe(
     `workers` are its connected ones, of earlier lives too. They tell more than the queue, which
     lags, unless it has done with the job.
     """
-    lives = {name: int(name.rsplit("-", 2)[1]) for name in workers}
+    before, lives = job, {name: int(name.rsplit("-", 2)[1]) for name in workers}
     newest = max(job.restarts, seen.restarts if seen else 0, *lives.values())
     revived = job.is_over and bool(lives) and not job.workers  # the queue had forgotten it
     put_back = _put_back(job, seen, connected=job.restarts in lives.values())
@@ -147,13 +148,24 @@ def observe(
     if answer and answer.state in job_state.OVER:
         end = {"reason": answer.reason, "exit_code": answer.exit_code}
         end |= {"nodes": answer.nodes or job.nodes}
-        return _changed(job, state=JobState(answer.state), **end)
-    if asked and not names and job.missed >= policy.missed_max:
+        job = _changed(job, state=JobState(answer.state), **end)
+    elif asked and not names and job.missed >= policy.missed_max:
         state = JobState.COMPLETED if job.leaving else JobState.FAILED
         state = JobState.CANCELLED if job.cancelled else state
-        return _changed(job, state=state, reason="the queue no longer knows it")
+        job = _changed(job, state=state, reason="the queue no longer knows it")
+    else:
+        job = _advance(job, seen, answer, asked, now)
+        expiring, overdue = expires(job, now, policy), is_overdue(job, now, policy)
+        job = _changed(job, expiring=expiring, overdue=overdue)
+    return replace(job, died=now) if _has_died(before, job, now) else job
+
+
+def _advance(
+    job: Job, seen: QueueStatus | None, answer: QueueStatus | None, asked: bool, now: float
+) -> Job:
+    """Return a job that is not over, by `answer` on its present life and its workers."""
     state = _conclude(job, seen, answer, asked)
-    gone = job.arrived and len(names) < job.size
+    gone = job.arrived and len(job.workers) < job.size
     facts: dict[str, Any] = {
         "state": state,
         "reason": answer.reason if answer else job.reason if state is job.state else "",
@@ -165,8 +177,7 @@ def observe(
         facts |= {"ends": answer.ends or job.ends, "nodes": answer.nodes or job.nodes}
     if state not in WAITING and state is not JobState.UNKNOWN:
         facts["started"] = job.started or now
-    job = _changed(job, **facts)
-    return _changed(job, expiring=expires(job, now, policy), overdue=is_overdue(job, now, policy))
+    return _changed(job, **facts)
 
 
 def _changed(job: Job, **facts: Any) -> Job:
@@ -244,49 +255,35 @@ def expires(job: Job, now: float, policy: Policy) -> bool:
     return job.expiring or retire_at(job, policy) - now <= margin_s(job, policy)
 
 
-# What went wrong so far
+# What went wrong
 
 
-@dataclass(frozen=True)
-class History:
-    """Record of jobs that went wrong, of which `last` is the last."""
+def _has_died(before: Job, after: Job, now: float) -> bool:
+    """Return whether a job ended, or is given up, against our will as it became `after`.
 
-    failed_starts: int = 0  # in a row; an arrival makes it 0
-    deaths: tuple[float, ...] = ()  # when jobs ended, or were given up, against our will
-    last: Job | None = None
-
-    def recent(self, now: float) -> tuple[float, ...]:
-        """Return the deaths that still count."""
-        return tuple(at for at in self.deaths if now - at < DEATHS_WINDOW_S)
-
-
-def record(history: History, before: Job, after: Job, now: float) -> History:
-    """Return the history after a job went from `before` to `after`.
-
-    A job that ends, or is given up, before all its workers were connected has failed to start,
-    unless somebody cancelled or preempted it. Ends that neither the cluster, the walltime nor a
-    preemption brought about are deaths.
+    It has not if the cluster, the walltime or a preemption brought the end about, or its workers
+    have served their lifetime.
     """
-    if after.arrived and not (before.arrived and before.restarts == after.restarts):
-        history = replace(history, failed_starts=0)
-    given_up = after.overdue and not before.overdue and not after.leaving
-    ended = after.is_over and not before.is_over
-    if not given_up and (not ended or _in_order(after, now)):
-        return history
-    failed = history.failed_starts + (not after.arrived and after.state is not JobState.CANCELLED)
-    return History(failed, (*history.recent(now), now), after)
-
-
-def _in_order(job: Job, now: float) -> bool:
-    """Return whether a job has ended by the cluster, its walltime, a preemption or a lifetime."""
-    preempted = job.state is JobState.PREEMPTED
-    if preempted or job.cancelled or job.overdue or (job.leaving and not job.expiring):
-        return True
-    if job.arrived_at is None:
+    if after.overdue and not before.overdue:
+        return not after.leaving
+    meant = after.cancelled or after.overdue or (after.leaving and not after.expiring)
+    if before.is_over or not after.is_over or meant or after.state is JobState.PREEMPTED:
         return False
-    served = (job.incomplete_since or now) - job.arrived_at >= SERVED_S
-    by_itself = job.state is JobState.COMPLETED and job.exit_code == 0 and served
-    return by_itself or job.expiring or job.state is JobState.TIMEOUT
+    if after.arrived_at is None:
+        return True
+    served = (after.incomplete_since or now) - after.arrived_at >= SERVED_S
+    by_itself = after.state is JobState.COMPLETED and after.exit_code == 0 and served
+    return not (by_itself or after.expiring or after.state is JobState.TIMEOUT)
+
+
+def went_wrong(jobs: Collection[Job], since: float, now: float) -> tuple[list[Job], list[Job]]:
+    """Return the jobs that failed to start in a row since then, and those that died in an hour."""
+    arrived = max((job.arrived_at or 0.0 for job in jobs), default=0.0)
+    died = [(job, job.died) for job in jobs if job.died is not None and job.died >= since]
+    # a job that was given up is cancelled afterwards
+    bare = [(job, at) for job, at in died if job.overdue or job.state is not JobState.CANCELLED]
+    starts = [job for job, at in bare if at >= arrived and not job.arrived]
+    return starts, [job for job, at in died if now - at < DEATHS_WINDOW_S]
 
 
 # What to do
@@ -307,17 +304,17 @@ class Actions:
 
 def plan(
     wanted: int,
-    jobs: Iterable[Job],
-    history: History,
+    jobs: Collection[Job],
     *,
     idle: Sequence[str] = (),
+    since: float = 0.0,
     now: float,
     policy: Policy,
 ) -> Actions:
     """Return what to do so that `wanted` jobs run; each job is named once at most.
 
     Jobs that leave, were cancelled or near their walltime do not count. Of those with workers, the
-    `idle` ones are given up first, in this order.
+    `idle` ones are given up first, in this order. What went wrong before `since` is forgotten.
     """
     present = [job for job in jobs if not job.cancelled]
     # what the queue forgot might come back when nobody counts on it any more
@@ -329,16 +326,16 @@ def plan(
 
     missing = wanted - len(counting)
     deaths_max = max(10, 3 * wanted) if policy.deaths_max is None else policy.deaths_max
-    too_many = len(history.recent(now)) >= deaths_max
-    failed = missing > 0 and (too_many or history.failed_starts >= policy.failures_max)
+    starts, died = went_wrong(jobs, since, now)
+    too_many = len(died) >= deaths_max or len(starts) >= policy.failures_max
     ending = _fewer(-missing, counting, idle)
     expiring = [job for job in staying if job.expiring]
     ending += _hand_over(expiring, wanted - running, now, policy)
     return Actions(
-        submit=0 if failed else max(0, missing),
+        submit=0 if too_many else max(0, missing),
         cancel=tuple(job.id for job in hopeless + [job for job in ending if not job.workers]),
         retire=tuple(job.id for job in ending if job.workers),
-        failed=failed,
+        failed=too_many and missing > 0,
     )
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hpcdask.clusters.display import jobs_failed
 from hpcdask.clusters.job import (
     Actions,
-    History,
     Job,
     Policy,
     expires,
@@ -21,8 +20,8 @@ from hpcdask.clusters.job import (
     margin_s,
     observe,
     plan,
-    record,
     retire_at,
+    went_wrong,
 )
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import JobState
@@ -73,15 +72,13 @@ def look(
     return observe(job, seen, asked=True, workers=workers, held=0, now=now, **more)
 
 
-def decide(wanted: int, *jobs: Job, history: History | None = None, now: float = T, **more):
+def decide(wanted: int, *jobs: Job, now: float = T, **more):
     policy = more.setdefault("policy", POLICY)
-    known = {
-        job.id: replace(
-            job, overdue=is_overdue(job, now, policy), expiring=expires(job, now, policy)
-        )
+    known = [
+        replace(job, overdue=is_overdue(job, now, policy), expiring=expires(job, now, policy))
         for job in jobs
-    }
-    return plan(wanted, known.values(), history or History(), now=now, **more)
+    ]
+    return plan(wanted, known, now=now, **more)
 
 
 # What is known of a job
@@ -218,16 +215,14 @@ def test_a_job_that_the_queue_failed_to_start_and_holds_is_a_failed_one(tmp_path
     seen = QueueStatus("7", state, reason=reason, restarts=restarts, stuck=True)
     job = look(before, seen)
     assert (job.state, job.reason, job.overdue) == (JobState.REQUEUED, reason, True)
-    history = record(History(), before, job, T)
-    assert (history.failed_starts, len(history.deaths)) == (1, 1)
-    assert record(history, job, job, T) == history
-    assert decide(1, job, history=history) == Actions(submit=1, cancel=("7",))
-    cancelled = replace(job, cancelled=True)
-    assert look(cancelled, None).overdue
-    over = look(cancelled, QueueStatus("7", QueueState.CANCELLED, restarts=restarts))
-    assert record(history, cancelled, over, T) == history
+    assert job.died == T
+    assert decide(1, job) == Actions(submit=1, cancel=("7",))
+    cancelled = look(replace(job, cancelled=True), None, now=T + 9)
+    assert (cancelled.overdue, cancelled.died) == (True, T)
+    over = look(cancelled, QueueStatus("7", QueueState.CANCELLED, restarts=restarts), now=T + 9)
+    assert over.died == T
     folder = ClusterFolder.create("ab-1", "slurm", tmp_path)
-    error = jobs_failed(replace(history, failed_starts=3), POLICY, folder)
+    error = jobs_failed([job] * 3, [job], POLICY, folder)
     assert "3 jobs in a row ended before their workers connected" in str(error)
     assert f"The last was job 7: requeued, {reason}" in str(error)
 
@@ -240,26 +235,22 @@ def test_a_hold_that_somebody_wanted_is_respected(reason):
         assert decide(1, job, now=T + HOUR) == Actions()
 
 
+LOST = replace(running("7", state=JobState.LOST, incomplete_since=T - 59), workers=frozenset())
+
 # Counting what went wrong
 
 
-def history_of(*steps: tuple[Job, Job]) -> History:
-    history = History()
-    for before, after in steps:
-        history = record(history, before, after, T)
-    return history
+def counted(*jobs: Job) -> tuple[int, int]:
+    starts, died = went_wrong(jobs, 0, T)
+    return len(starts), len(died)
 
 
-def counted(history: History) -> tuple[int, int]:
-    return history.failed_starts, len(history.deaths)
-
-
-def ended(job: Job, state: JobState, **changes) -> tuple[Job, Job]:
-    return job, replace(job, state=state, **changes)
+def ended(job: Job, state: JobState, exit_code: int | None = None) -> Job:
+    return look(job, QueueStatus(job.id, QueueState(state), exit_code=exit_code))
 
 
 @pytest.mark.parametrize(
-    ("step", "failed", "deaths"),
+    ("job", "failed", "died"),
     [
         (ended(starting("7"), JobState.FAILED), 1, 1),
         (ended(pending("7"), JobState.FAILED), 1, 1),
@@ -285,30 +276,26 @@ def ended(job: Job, state: JobState, **changes) -> tuple[Job, Job]:
         (ended(starting("7", leaving=True, expiring=True), JobState.COMPLETED), 1, 1),
     ],
 )
-def test_failed_starts_and_deaths(step, failed, deaths):
-    history = history_of(step)
-    assert counted(history) == (failed, deaths)
-    assert record(history, step[1], step[1], T) is history
+def test_failed_starts_and_deaths(job, failed, died):
+    assert counted(job) == (failed, died)
+    assert look(job, None) is job
 
 
 def test_a_job_that_is_given_up_counts_once():
     job = starting("7")
     late = look(job, QueueState.RUNNING, now=T + 300)
-    cancelled = replace(late, cancelled=True)
-    steps = [(job, late), (late, late), (late, cancelled), ended(cancelled, JobState.CANCELLED)]
-    assert counted(history_of(*steps)) == (1, 1)
-    assert counted(history_of((job, late), ended(late, JobState.FAILED))) == (1, 1)
+    assert counted(late) == (1, 1)
+    assert counted(ended(late, JobState.FAILED)) == (1, 1)
+    assert counted(ended(replace(late, cancelled=True), JobState.CANCELLED)) == (1, 1)
     surplus = replace(job, cancelled=True)
-    assert history_of((surplus, look(surplus, QueueState.RUNNING, now=T + 300))) == History()
-    job = running("7", state=JobState.LOST, incomplete_since=T - 59)
-    late = look(job, QueueState.RUNNING, now=T + 1)
-    steps = [(job, late), ended(replace(late, cancelled=True), JobState.CANCELLED)]
-    assert counted(history_of(*steps)) == (0, 1)
+    assert counted(look(surplus, QueueState.RUNNING, now=T + 300)) == (0, 0)
+    late = look(replace(LOST, incomplete_since=T - 59), QueueState.RUNNING, now=T + 1)
+    assert counted(ended(replace(late, cancelled=True), JobState.CANCELLED)) == (0, 1)
+    assert counted(late, running("8", arrived_at=T + 9)) == (0, 1)
 
 
 # What to do
 
-LOST = replace(running("7", state=JobState.LOST, incomplete_since=T - 59), workers=frozenset())
 PARTLY = starting("7", size=2, workers=frozenset({worker_name(CLUSTER, "7", 0, 1)}))
 MIXED = [running("1"), pending("2_9"), pending("2_10"), starting("3"), starting("4")]
 BUSY = [running(name, held=held) for name, held in {"1": 9, "2": 7, "3": 8, "4": 9}.items()]
@@ -344,26 +331,25 @@ def test_what_is_done(wanted, jobs, more, expected):
     assert decide(wanted, *jobs, **more) == expected
 
 
+FAILED = [ended(starting(str(number)), JobState.FAILED, exit_code=3) for number in range(3)]
+
+
 def test_three_that_fail_to_start_in_a_row_stop_the_submissions():
-    steps = [ended(starting(str(number)), JobState.FAILED, exit_code=3) for number in range(3)]
-    assert decide(2, history=history_of(*steps[:2])).submit == 2
-    jobs = running("8"), starting("9", started=T - 999)
-    actions = decide(4, *jobs, history=history_of(*steps))
-    assert actions == Actions(cancel=("9",), failed=True)
-    assert history_of(*steps) == History(3, (T, T, T), steps[-1][1])
-    assert decide(0, *jobs, history=history_of(*steps)).retire == ("8",)
-    assert decide(1, running("8"), history=history_of(*steps)) == Actions()
+    assert decide(2, *FAILED[:2]).submit == 2
+    jobs = *FAILED, running("8"), starting("9", started=T - 999)
+    assert decide(4, *jobs) == Actions(cancel=("9",), failed=True)
+    assert decide(4, *jobs, since=T + 1) == Actions(submit=3, cancel=("9",))
+    assert decide(0, *jobs).retire == ("8",)
+    assert decide(1, *FAILED, running("8")) == Actions()
+    assert decide(2, *FAILED, running("8", arrived_at=T + 1)) == Actions(submit=1)
 
 
 def test_too_many_deaths_within_an_hour_stop_the_submissions():
-    step = ended(running("7"), JobState.FAILED)
-    assert decide(20, history=history_of(*[step] * 59)).submit == 20
-    sixty = history_of(*[step] * 60)
-    assert decide(20, history=sixty) == Actions(failed=True)
-    assert decide(20, history=sixty, now=T + HOUR).submit == 20
-    assert record(sixty, *step, T + HOUR).deaths == (T + HOUR,)
-    two = replace(POLICY, deaths_max=2)
-    assert decide(20, history=history_of(step, step), policy=two).failed
+    sixty = [ended(running(str(number)), JobState.FAILED) for number in range(60)]
+    assert decide(20, *sixty[1:]).submit == 20
+    assert decide(20, *sixty) == Actions(failed=True)
+    assert decide(20, *sixty, now=T + HOUR).submit == 20
+    assert decide(20, *sixty[:2], policy=replace(POLICY, deaths_max=2)).failed
 
 
 # Walltime
@@ -398,11 +384,9 @@ def test_the_replacement_is_requested_first_and_once():
 
 
 def test_a_job_near_its_end_runs_on_when_nothing_more_is_submitted():
-    history = history_of(*[ended(starting("6"), JobState.FAILED)] * 3)
     job = lasting("7", T + 230)
-    assert decide(1, job, history=history).failed
-    assert decide(1, job, history=history).retire == ()
-    assert decide(1, job, history=history, now=T + 110).retire == ("7",)
+    assert decide(1, *FAILED, job) == Actions(failed=True)
+    assert decide(1, *FAILED, job, now=T + 110).retire == ("7",)
 
 
 # A simulated queue
@@ -441,7 +425,6 @@ class Site:
     wanted: int = 0
     entries: dict[str, Entry] = field(default_factory=dict)
     jobs: dict[str, Job] = field(default_factory=dict)
-    history: History = field(default_factory=History)
     marked: set[tuple[str, int]] = field(default_factory=set)
     log: list[Actions] = field(default_factory=list)
     stale: dict[str, QueueStatus] = field(default_factory=dict)
@@ -455,7 +438,7 @@ class Site:
         self.look(lag=faults and self.choose(0, 4) == 0, mute=faults and self.choose(0, 4) == 0)
         idle = [name for number, name in enumerate(self.jobs) if number not in busy]
         facts = {"idle": idle, "now": self.now, "policy": self.policy}
-        actions = plan(self.wanted, self.jobs.values(), self.history, **facts)
+        actions = plan(self.wanted, self.jobs.values(), **facts)
         self.check(actions)
         self.carry_out(actions)
         self.log.append(actions)
@@ -517,9 +500,7 @@ class Site:
             there = names(replace(before, restarts=entry.restarts), entry.workers)
             workers = [] if before.leaving else there
             facts = {"workers": workers, "held": 0, "now": self.now, "policy": self.policy}
-            after = observe(before, shown.get(job_id), asked=not mute, **facts)
-            self.history = record(self.history, before, after, self.now)
-            self.jobs[job_id] = after
+            self.jobs[job_id] = observe(before, shown.get(job_id), asked=not mute, **facts)
 
     def check(self, actions: Actions) -> None:
         """What holds for all actions."""
