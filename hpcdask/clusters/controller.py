@@ -93,7 +93,6 @@ class Group:
         for job_id in ids:
             if job_id not in self.jobs:
                 self.jobs[job_id] = Job(job_id, self.size, time.time(), group=self.name)
-        self.controller.wake()
 
     def mark(self, ids: Collection[str], **facts: Any) -> None:
         """Note something about these jobs."""
@@ -511,7 +510,6 @@ class Controller:
             await asyncio.sleep(max(self.poll_interval_s, pause_s))
             if self.closing:
                 return
-            self.wake()  # for what is put off, and for Dask tasks that would wait for ever
             try:
                 if ids := self.live():
                     self.observe(await self.ask(ids))
@@ -520,6 +518,7 @@ class Controller:
                 failed += 1
                 unknown = "What the jobs do is unknown until it answers"
                 self.warn("query", f"{_words(error)}. {unknown}")
+            self.wake()  # for what is put off, and for Dask tasks that would wait for ever, too
             try:
                 if (report := self.report()) != told:
                     await asyncio.to_thread(self.folder.write_report, report)

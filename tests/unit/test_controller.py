@@ -176,6 +176,33 @@ def test_jobs_that_nobody_watches_any_more_are_as_the_queue_says(tmp_path, monke
     asyncio.run(run())
 
 
+def test_a_job_that_a_query_shows_dead_is_replaced_before_the_next_query(tmp_path):
+    """Regression: it was replaced an interval later."""
+    queries: list[Collection[str]] = []
+    before: list[int] = []
+
+    async def query(ids: Collection[str]) -> dict[str, QueueStatus]:
+        queries.append(ids)
+        await asyncio.sleep(0.05)  # a command takes its time
+        return all_are(QueueState.FAILED if "1" in ids else QueueState.PENDING)(ids)
+
+    def submit(script: str, count: int) -> list[str]:
+        before.append(len(queries))
+        return ["2"]
+
+    async def run() -> None:
+        made: Any = queue(submit=submit, limit=1)
+        made.query = query
+        group = one_group(made, base=tmp_path, poll_interval_s=0.5)
+        add(group, "1", JobState.STARTING)
+        group.controller.start()
+        group.want(1)
+        await until(lambda: "2" in group.jobs)
+
+    asyncio.run(run())
+    assert before == [1]
+
+
 # Submitting
 
 
