@@ -184,7 +184,7 @@ def test_a_job_that_a_query_shows_dead_is_replaced_before_the_next_query(tmp_pat
     async def query(ids: Collection[str]) -> dict[str, QueueStatus]:
         queries.append(ids)
         await asyncio.sleep(0.05)  # a command takes its time
-        return all_are(QueueState.FAILED if "1" in ids else QueueState.PENDING)(ids)
+        return all_are(QueueState.PENDING)(ids) | all_are(QueueState.FAILED)(["1"])
 
     def submit(script: str, count: int) -> list[str]:
         before.append(len(queries))
@@ -194,9 +194,10 @@ def test_a_job_that_a_query_shows_dead_is_replaced_before_the_next_query(tmp_pat
         made: Any = queue(submit=submit, limit=1)
         made.query = query
         group = one_group(made, base=tmp_path, poll_interval_s=0.5)
+        add(group, "0", JobState.PENDING)
         add(group, "1", JobState.STARTING)
         group.controller.start()
-        group.want(1)
+        group.want(2)
         await until(lambda: "2" in group.jobs)
 
     asyncio.run(run())
