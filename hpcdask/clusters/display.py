@@ -91,7 +91,7 @@ def jobs_failed(
     starts: Sequence[Job], died: Sequence[Job], policy: Policy, folder: ClusterFolder
 ) -> JobsFailed:
     """Return the error where too many jobs died, or did not start, with the end of the last log."""
-    job = max((*starts, *died), key=lambda job: job.died or 0)
+    job = sorted((*starts, *died), key=lambda job: job.died or 0)[-1]
     late = job.overdue and not job.arrived and not job.stuck
     what = f"{len(died)} jobs died within an hour"
     if len(starts) >= policy.failures_max:
