@@ -16,7 +16,7 @@ from hpcdask.spec.specs import WorkerSpec
 from . import proofs
 from .nodes import Node, RankFacts, examine
 from .proofs import Outcome
-from .report import Finding, Report, Status
+from .report import Finding, Report, Status, together
 
 finding = partial(Finding, "between nodes")
 #: Seconds by which clocks may differ. Credentials are valid from an hour before.
@@ -156,16 +156,16 @@ def _transport(nodes: Sequence[Node]) -> Iterator[Finding]:
 
 def _differences(nodes: Sequence[Node]) -> Iterator[Finding]:
     """Yield a finding on each property that is not the same on all nodes that reported it."""
-    names = {name for node in nodes for name in _packages(node)}
-    found: dict[tuple[str, Status], dict[str, list[str]]] = {}
-    for node in nodes:
-        for what, status, value in _properties(node, sorted(names)):
-            found.setdefault((what, status), {}).setdefault(value, []).append(node.name)
-    for (what, status), hosts in found.items():
+    names = sorted({name for node in nodes for name in _packages(node)})
+    properties = [
+        ((what, status), (value, node.name))
+        for node in nodes
+        for what, status, value in _properties(node, names)
+    ]
+    for (what, status), found in together(properties).items():
+        hosts = together(found)
         usual = max(hosts.values(), key=len)
-        if odd := [
-            host for some_hosts in hosts.values() for host in some_hosts if host not in usual
-        ]:
+        if odd := [host for _, host in found if host not in usual]:
             values = "; ".join(f"{value} on {some(there)}" for value, there in hosts.items())
             advice = f"Make them alike, or leave out {some(odd)}"
             yield Finding("differences between nodes", what, status, values, advice)

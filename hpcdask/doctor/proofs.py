@@ -28,7 +28,7 @@ from hpcdask.gpu.driver import read
 from hpcdask.logs import plural, some
 from hpcdask.spec.records import Record
 
-from .report import SLOW, Finding
+from .report import SLOW, Finding, together
 from .software import fitting_extra
 
 if TYPE_CHECKING:
@@ -307,13 +307,10 @@ def check_nccl(known: Sequence[tuple[str, Outcome]] | None) -> Iterator[Finding]
         value = f"{there} known in this launch: there is nothing to check"
         yield of_nccl(REDUCE, "ok", value)
         return
-    versions: dict[str, list[str]] = {}
-    causes: dict[tuple[str, str], list[str]] = {}
-    for name, outcome in known:
-        if version := outcome.merged.get("version"):
-            versions.setdefault(version, []).append(name)
-        if cause := _cause(outcome):
-            causes.setdefault(cause, []).append(name)
+    versions = together(
+        (one.merged["version"], name) for name, one in known if "version" in one.merged
+    )
+    causes = together((cause, name) for name, one in known if (cause := _cause(one)))
     if len(versions) > 1:
         value = "; ".join(f"{one} on {some(names, 2)}" for one, names in versions.items())
         yield of_nccl("version", "error", value, "Use one environment on all nodes")

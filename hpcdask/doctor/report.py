@@ -21,6 +21,7 @@ from hpcdask.spec.records import Record
 if TYPE_CHECKING:
     from .nodes import Node
 
+K = TypeVar("K")
 T = TypeVar("T")
 #: ``ok``; ``note``: it does not work, and may not be needed; ``warning``: it works, but slowly or
 #: not always; ``error``: it does not work.
@@ -52,11 +53,11 @@ class Finding(Record):
     ranks: tuple[int, ...] = ()
 
 
-def together(found: Iterable[tuple[Finding, T]]) -> dict[Finding, list[T]]:
-    """Return the findings, equal ones once, each with all that it was found of."""
-    merged: dict[Finding, list[T]] = {}
-    for finding, source in found:
-        merged.setdefault(finding, []).append(source)
+def together(found: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
+    """Return each finding, or other thing, once, with all that it was found of."""
+    merged: dict[K, list[T]] = {}
+    for thing, source in found:
+        merged.setdefault(thing, []).append(source)
     return merged
 
 
