@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 
 #: Seconds after which a command of a queueing system counts as hanging.
@@ -22,6 +23,7 @@ async def run_command(
     Raises OSError if it cannot be started, and TimeoutExpired, with what it said, if it hangs.
     """
     started: list[subprocess.Popen[str]] = []
+    cancelled = threading.Event()
 
     def run() -> subprocess.CompletedProcess[str]:
         process = subprocess.Popen(
@@ -37,6 +39,8 @@ async def run_command(
         )
         started.append(process)
         with process:  # a child in a session of its own may hold its pipes
+            if cancelled.is_set():  # while it was being started
+                _kill(process)
             try:
                 out, err = process.communicate(input, timeout=timeout_s)
             finally:
@@ -46,6 +50,7 @@ async def run_command(
     try:
         return await asyncio.to_thread(run)
     except asyncio.CancelledError:
+        cancelled.set()
         for process in started:
             _kill(process)
         raise
