@@ -145,11 +145,11 @@ def _load() -> None:
 def _reduce(word: str) -> None:
     """Be the ``host``, by which the others find each other, or one rank of an all-reduce."""
     _tell(step="library")
-    if reason := nccl.missing():
-        _tell(error=reason)
-        return
-    _tell(step="communicator", version=nccl.version())
     try:
+        if reason := nccl.missing():
+            _tell(error=reason)
+            return
+        _tell(step="communicator", version=nccl.version())
         if word == "host":
             _tell(id=nccl.unique_id().hex())
             sys.stdin.read()

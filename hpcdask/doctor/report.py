@@ -75,7 +75,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: all ok; 1: warnings; 2: errors."""
+        """Exit code: 0 all is well, 1 with warnings, 2 with errors."""
         return max((EXIT_CODES[finding.status] for finding in self.every()), default=0)
 
     @property
