@@ -7,6 +7,7 @@ STATE CODES" of squeue(1) and sacct(1).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -191,11 +192,8 @@ class SlurmQueue(Queue):
 
     def replaced(self, job: Any) -> list[str]:
         """See `Queue.replaced`."""
-        return [
-            directive
-            for directive in job.job_extra_directives
-            if any(re.match("--comment(=|$)", word) for word in _words(directive))
-        ]
+        lines, comment = job.job_extra_directives, re.compile("--comment(=|$)")
+        return [line for line in lines if any(map(comment.match, _words(line)))]
 
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
@@ -280,7 +278,18 @@ class SlurmQueue(Queue):
                 text = f"{error}. Script kept at {script}"
                 raise Refused(text, for_now=True, fewer=False) from None
             raise
+        except Refused as error:
+            if "Memory specification" in str(error):
+                with contextlib.suppress(QueueError):
+                    error.args = (f"{error}. {await self._compare_memory(script)}",)
+            raise
         return [f"{job[1]}_{n}" for n in range(count)] if arrays else [job[1]]
+
+    async def _compare_memory(self, script: str) -> str:
+        asked = re.search(r"(?m)^#SBATCH --mem=(\S+)", await read(script))
+        nodes = await self.answer("sinfo", "--noheader", "--exact", "--format=%m")
+        largest = max(map(int, re.findall(r"\d+", nodes)), default=0)
+        return f"Asked: {asked[1] if asked else 0} a node; the largest has {largest}M"
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         if not ids:
@@ -419,7 +428,7 @@ def _parse_squeue(text: str, now: float) -> dict[str, QueueStatus]:
     seen = {}
     for job, word, restarts, status, started, ends, nodes, reason in _rows(text, len(COLUMNS)):
         state = STATES.get(word, QueueState.UNKNOWN)
-        start, end = _time(started), _time(ends)
+        start, end = (float(at) if at.isdecimal() else None for at in (started, ends))
         if word == "COMPLETING" and (end is None or end > now + SKEW_S):
             state = QueueState.REQUEUED  # its end is that of its next life
         if state is QueueState.PENDING and int(restarts):
@@ -458,7 +467,7 @@ def _parse_sacct(text: str) -> dict[str, QueueStatus]:
                 state,
                 reason=_reason(word, f"by user {by}" if by else ""),
                 exit_code=_code(word, status),
-                started=_time(started),
+                started=float(started) if started.isdecimal() else None,
                 nodes="" if nodes.startswith("None") else nodes,
             )
     return seen
@@ -478,10 +487,6 @@ def _code(word: str, status: str) -> int | None:
     if signalled & 0x7F:
         return 128 + (signalled & 0x7F)
     return exited or (0 if word == "COMPLETED" else None)  # 0 stands for unknown as well
-
-
-def _time(text: str) -> float | None:
-    return float(text) if text.isdecimal() else None
 
 
 def _advice(text: str) -> str:

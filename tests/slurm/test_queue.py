@@ -287,7 +287,12 @@ def test_tagged_are_only_live_jobs_of_hpcdask(door):
         ({"queue": "a b"}, {}, "Invalid partition name specified", "sinfo -s"),
         ({}, {"gpu_type": "h100"}, "Requested node configuration is not available", "%P %G"),
         ({}, {"gpus": 3}, "Requested node configuration is not available", "%P %G"),
-        ({"job_extra_directives": ["--mem=1T"]}, {}, "Memory spec", "%P %m"),
+        (
+            {"job_extra_directives": ["--mem=1T"]},
+            {},
+            "Memory spec",
+            "Asked: 1T a node; ",
+        ),
         ({"walltime": "two"}, {}, "Invalid --time specification", "%P %l"),
         ({"job_extra_directives": ["-C x"]}, {}, "Invalid feature specification", "%P %f"),
     ],

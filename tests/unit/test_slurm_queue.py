@@ -205,7 +205,6 @@ TIME = "Requested time limit is invalid (missing or exceeds some limit)"
         (["Invalid account or account/partition combination specified"], "", "Accounts: sacctmgr"),
         (["Invalid qos specification"], "", "Limits: sacctmgr show qos"),
         (["Invalid generic resource (gres) specification"], "", 'sinfo -o "%P %G'),
-        (["Memory specification can not be satisfied"], "", 'sinfo -o "%P %m"'),
         ([TIME], "", 'sinfo -o "%P %l"'),
         (["Invalid feature specification"], "", 'sinfo -o "%P %f"'),
         (["Requested reservation is invalid"], "", "scontrol show reservation"),
@@ -222,6 +221,15 @@ def test_refusals(monkeypatch, tmp_path, lines, passes, advice):
     assert advice in shown
     assert bool(shown) is bool(advice)
     assert "\n" not in str(error)
+
+
+def test_a_refusal_of_memory_names_the_largest_node(monkeypatch, tmp_path):
+    script = tmp_path / "script.sh"
+    script.write_text("#SBATCH --mem=61036M\n")
+    said = "sbatch: error: Memory specification can not be satisfied"
+    answer(monkeypatch, sbatch=(1, said), sinfo="8000\n16000\n")
+    with pytest.raises(Refused, match=r"Asked: 61036M a node; the largest has 16000M$"):
+        asyncio.run(SlurmQueue().submit(str(script), 1))
 
 
 def refusal(monkeypatch, tmp_path, lines) -> QueueError:
