@@ -518,7 +518,7 @@ def test_adapt_counts_in_whole_jobs_and_bad_numbers_submit_nothing(folder: Path)
                 {"maximum": 1},
                 "maximum of 1 workers there is no whole number of jobs, each of which",
             ),
-            ({"maximum_memory": "1MB"}, "there is no whole number of jobs"),
+            ({"maximum_memory": "200MB"}, "there is no whole number of jobs"),
             ({"minimum": 3, "maximum": 2}, "minimum of 3 and a maximum of 2 workers there is no"),
             ({"minimum": 3, "maximum": 3}, "minimum of 3 and a maximum of 3 workers there is no"),
         ]:
