@@ -74,13 +74,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def detach_standard_streams(*, output: bool) -> None:
-    """Point stdin, or with `output` all streams, at /dev/null: launchers wait for their end."""
+def detach_standard_streams() -> None:
+    """Point the standard streams at /dev/null: launchers wait for their end."""
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    if output:
-        os.dup2(null, 1)
-        os.dup2(null, 2)
+    for stream in range(3):
+        os.dup2(null, stream)
     if null > 2:
         os.close(null)
 

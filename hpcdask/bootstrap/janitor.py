@@ -41,7 +41,7 @@ def _watch(parent: int, owner: str, pipe: int, marker: str) -> None:
     os.setsid()
     for number in process.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    process.detach_standard_streams(output=True)
+    process.detach_standard_streams()
     os.closerange(3, pipe)  # MPICH leaves copies of the streams, and waits for their end
     os.closerange(pipe + 1, process.FILES)
     os.chdir("/")

@@ -60,7 +60,7 @@ def _start(reader: Reader) -> tuple[multiprocessing.process.BaseProcess, Connect
 
 def _answer(reader: Reader, pipe: Connection) -> None:
     # a launcher waits for the end of the descriptors that it gave the rank
-    detach_standard_streams(output=True)
+    detach_standard_streams()
     os.closerange(3, pipe.fileno())
     os.closerange(pipe.fileno() + 1, FILES)
     try:

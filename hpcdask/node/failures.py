@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from dask.typing import Key
 from distributed import Worker
 from distributed.core import clean_exception
 from distributed.worker_state_machine import ExecuteFailureEvent, GatherDepFailureEvent
+
+from hpcdask.upstream.distributed import raise_error
 
 
 class Unreadable:
@@ -22,11 +24,7 @@ class Unreadable:
         return cls(clean_exception(sent.data)[1] or RuntimeError(event.exception_text))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _raise, (self.error,)
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
+        return raise_error, (self.error,)
 
 
 def unreadable_input(worker: Worker, key: Key) -> BaseException | None:

@@ -25,7 +25,7 @@ from hpcdask.spec.specs import JobSpec
 from hpcdask.upstream import distributed as upstream
 
 from .host_agent import HURRIED_S, HostAgent
-from .placement import Inventory, WorkerPlacement, place_workers, slow_parts
+from .placement import NO_GPU_HERE, Inventory, WorkerPlacement, place_workers, slow_parts
 
 #: Seconds to hand over what the workers hold; queueing systems often kill 30 s after SIGTERM.
 HAND_OVER_DEADLINE_S = 20.0
@@ -149,7 +149,7 @@ class JobAgent:
             return [None] * wanted
         job = job_id()
         if not found.gpus and self.spec.device == "auto" and job is None:
-            say("no GPU here, so workers compute on the CPU (--device cpu says that this is meant)")
+            say(NO_GPU_HERE)
             return [None] * wanted
         if len(found.gpus) < wanted:
             seen = f"only {plural(len(found.gpus), 'GPU')}" if found.gpus else "no GPU"

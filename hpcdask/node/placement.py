@@ -13,6 +13,9 @@ from hpcdask.gpu.memory import ON_HOST, MemoryPlan
 from hpcdask.spec.records import Record
 from hpcdask.spec.specs import WorkerSpec
 
+#: Said where workers fall back to the CPU.
+NO_GPU_HERE = "no GPU here, so workers compute on the CPU (--device cpu says that this is meant)"
+
 
 def place_workers(
     spec: WorkerSpec,

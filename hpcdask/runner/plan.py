@@ -15,6 +15,7 @@ from hpcdask.errors import DeviceError, LaunchError, UsageError
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
 from hpcdask.logs import plural, some
 from hpcdask.node.placement import (
+    NO_GPU_HERE,
     Inventory,
     WorkerPlacement,
     owned_cores,
@@ -166,7 +167,7 @@ def _fallback(spec: RunSpec, ranks: Sequence[Inventory]) -> str:
     if spec.device != "auto" or spec.kinds() or not blind:
         return ""
     if len(blind) == len(ranks):
-        return "no GPU here, so workers compute on the CPU (--device cpu says that this is meant)"
+        return NO_GPU_HERE
     where = f"{plural(len(blind), 'rank')} without a GPU on {some(blind)}"
     return f"{where}, so on the CPU (--groups auto)"
 

@@ -116,13 +116,13 @@ def fail_unreadable_tasks() -> None:
         try:
             return pickle.loads(data, buffers=buffers)
         except Exception as error:
-            return Task("unreadable", _raise, error)
+            return Task("unreadable", raise_error, error)
 
     holder: Any = core
     holder.pickle = SimpleNamespace(**{**vars(pickle), "loads": loads})
 
 
-def _raise(error: Exception) -> NoReturn:
+def raise_error(error: BaseException) -> NoReturn:
     raise error
 
 
