@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from clock import stretched
 from launching import clean_environment, leftovers, unavailable, wait_for
 
 HERE = Path(__file__).parent
@@ -51,7 +52,7 @@ def run(
         [
             *(sys.executable, "-m", "pytest", str(tests), "--rootdir", str(tests)),
             *("-c", os.devnull),
-            *("-q", "--tb=short", "-p", "no:cacheprovider", "--timeout", "15"),
+            *("-q", "--tb=short", "-p", "no:cacheprovider", "--timeout", str(stretched(15))),
             *("-o", "junit_family=xunit1", "--junitxml", str(report), *words),
             *(f"--deselect={name.replace('::', '.py::')}" for name in waits),
         ],
@@ -122,7 +123,6 @@ def test_dask_jobqueue(suites: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_dask_mpi(suites: Path, tmp_path: Path) -> None:
     found = run(
         suites,
