@@ -88,6 +88,7 @@ def launch(
     asked = {"n": ranks, "program": program, "words": words, "env": env}
     with Site(launcher) as site:
         done = site.start(*options, device="auto", runner=runner, **asked).end(timeout, code)
+        site.check_nothing_left(30)
     assert code is not None or done.code
     return done
 
