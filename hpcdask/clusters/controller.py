@@ -38,6 +38,8 @@ RETRY_S = (15.0, 300.0)
 #: Pause after a step in seconds for each job, at most 1 s in all: a step takes about 0.015 ms for
 #: each, and many workers may come at once.
 STEP_PAUSE_S = 1e-3
+#: Ended jobs of a group that are remembered.
+ENDED_MAX = 1000
 #: Seconds in which a warning on the same subject is not repeated.
 WARNED_S = 3600.0
 #: Part of the margin before the walltime in which workers that nobody could relieve are given up.
@@ -60,9 +62,9 @@ class Group:
     """Group of equal jobs, which fail, end and are limited by themselves.
 
     A cluster without groups has one, whose name is empty. Each job has `size` workers, each worker
-    `resources`. `jobs` includes those that are over. `emptied`: the user asked for none, so nobody
-    is left to hold results. `failure` says why nothing more is submitted. A queue that is at a
-    limit, or silent, gets no submission before `retry_at`, in unix time.
+    `resources`. `jobs` includes the latest of those that are over. `emptied`: the user asked for
+    none, so nobody is left to hold results. `failure` says why nothing more is submitted. A queue
+    that is at a limit, or silent, gets no submission before `retry_at`, in unix time.
     """
 
     controller: Controller
@@ -205,6 +207,9 @@ class Group:
             stuck = after.stuck and after.overdue and not before.overdue
             if stuck or (ended and not meant and after.state is not JobState.COMPLETED):
                 controller.spawn(self._tell_end(after))
+        past = [job.id for job in self.jobs.values() if job.is_over and not job.workers]
+        for job_id in past[:-ENDED_MAX]:
+            del self.jobs[job_id]
         if answer and not controller.closing:
             for reason, text in self.waits().items():
                 controller.warn(f"waits {reason.partition(',')[0]} {self.name}", text)

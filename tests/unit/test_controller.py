@@ -122,6 +122,21 @@ def test_logs_of_jobs_that_failed_are_not_read_in_the_event_loop(tmp_path, monke
     assert threading.main_thread() not in threads
 
 
+def test_not_all_jobs_that_ended_are_remembered(tmp_path):
+    group = one_group(base=tmp_path)
+    ids = [str(number) for number in range(1010)]
+    for job_id in ids:
+        add(group, job_id, JobState.STARTING)
+    answer = {job_id: QueueStatus(job_id, QueueState.CANCELLED) for job_id in ids[:-1]}
+
+    async def run() -> None:
+        group.controller.observe({**answer, ids[-1]: QueueStatus(ids[-1], QueueState.RUNNING)})
+
+    asyncio.run(run())
+    assert [*group.jobs] == ids[9:]
+    assert group.live() == ids[-1:]
+
+
 def test_who_waits_for_what_never_comes_is_told_once(tmp_path):
     said: list[str] = []
 
