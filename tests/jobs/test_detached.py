@@ -200,11 +200,11 @@ def test_its_end_is_told_while_it_computes(folder: Path, end, why: str):
         client.wait_for_workers(1, timeout=180)
         future = client.submit(lambda: __import__("time").sleep(1000))
         end(cluster)
-        wait_for(lambda: cluster.failure is not None, 90, "the notebook to see it")
-        assert why in str(cluster.failure)
         if why == "SIGTERM":
             with pytest.raises(ClusterError, match="has ended: SIGTERM"):
                 future.result(timeout=120)
+        wait_for(lambda: cluster.failure is not None, 90, "the notebook to see it")
+        assert why in str(cluster.failure)
     wait_for(lambda: detached.find("mine").ended, 60, "its end")
     assert not leftovers(detached.find("mine").tag)
     assert why in hpcdask_cli("list")
