@@ -25,6 +25,7 @@ RUN = (sys.executable, "-m", "hpcdask.run")
 EXCHANGE = """
 import json, os, sys, time
 import dask.array as da, numpy as np
+from distributed import Client
 from hpcdask.bench.cluster import wait_until_warm
 
 def block(block_id=None):

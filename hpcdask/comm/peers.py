@@ -221,12 +221,10 @@ class PeerWorker(Worker):
         """Start ucx where it is only the better way: with the worker up, which needs none yet."""
         try:
             if self.exchange != "tcp":
-                await asyncio.to_thread(load, [UCX])
-                names = SENDING if self.on_device else ()
-                sending = asyncio.create_task(asyncio.to_thread(load, names))
+                # not in a thread: two that imported at the same time ended in a deadlock
+                load([UCX, *(SENDING if self.on_device else ())])
                 if self.exchange == "auto":
                     await self._listen_on_ucx()
-                await sending
                 if self.on_device:
                     self._use_device_memory()
         except Exception as error:
