@@ -252,11 +252,6 @@ class Notebook:
             command.behave()
         try:
             self.site.bring_back()
-            killed = any(event.who.startswith("slurmctld") for event in self.episode.events)
-            if killed and done and not leftovers(self.marker):
-                # jobs that ended just before the controller was killed run in its saved state
-                for job in self.jobs("-t", "R"):
-                    self.site.run("scancel", job, check=False)
             if self._ended_by.endswith("watchdog") or not done:
                 with contextlib.suppress(AssertionError):
                     wait_for(
@@ -265,6 +260,11 @@ class Notebook:
                         interval=0.3,
                     )
                 self._clean_up()  # what is left to it, as the manual says
+            if any(event.who.startswith("slurmctld") for event in self.episode.events):
+                # jobs that ended just before a controller was killed run in its saved state
+                wait_for(lambda: not leftovers(self.marker), GONE_S, interval=0.3)
+                for job in self.jobs("-t", "R"):
+                    self.site.run("scancel", job, check=False)
             wait_for(lambda: not self.left(), GONE_S, interval=0.3)
         except AssertionError:
             return [f"left behind: {part}" for part in self.left()]

@@ -230,6 +230,8 @@ class Run:
         out, err = ("".join(self.run.lines[name]) for name in ("out", "err"))
         done = "\ndone\n" in out
         fatal = self._roles - {*HARMLESS, "stop", "blip"}
+        if "the process that manages the workers" in err:  # one of the helpers
+            fatal.add("agent")
         if "wrong" in out or "\nbad" in out:
             problems.append("a result is wrong")
         if (code == 0) != done and not (done and fatal):
