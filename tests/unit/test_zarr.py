@@ -6,10 +6,8 @@ import functools
 import math
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import textwrap
 from types import SimpleNamespace
 
 import dask
@@ -127,26 +125,6 @@ def test_rows_go_to_the_device(tmp_path, monkeypatch, kvikio, how):
     x = open_rows(path, device="cuda", n_slots=2)
     np.testing.assert_array_equal(x.compute(), values)
     assert bool(direct) == (kvikio and how == "plain")
-
-
-def test_the_client_needs_neither_cupy_nor_a_gpu(tmp_path):
-    path = store(tmp_path / "x", bytes_of((400, 30)), (10, 30))
-    code = f"""
-    import sys
-    class Missing:
-        def find_spec(self, name, *_):
-            if name.split(".")[0] in ("cupy", "kvikio"):
-                raise ImportError(name)
-    sys.meta_path.insert(0, Missing())
-    from hpcdask.workloads import count_tasks, genotypes, zarr
-    assert "zarr" not in sys.modules
-    assert count_tasks(zarr.open_rows({path!r}, n_slots=2, max_nbytes=1000)) > 10
-    assert count_tasks(*genotypes.population_structure({path!r}, 3, n_slots=2)) > 4
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_store_that_workers_do_not_see(tmp_path):
