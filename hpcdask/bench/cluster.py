@@ -48,21 +48,6 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Cores:
-    """Cores of the workers at a time: seconds that all processes, and the cluster's, used them."""
-
-    time: float
-    number: int
-    busy: float
-    own: float
-
-    def others_since(self, before: Cores) -> float:
-        """Return the part that other processes used since then."""
-        used = self.busy - before.busy - (self.own - before.own)
-        return max(0.0, used / (self.time - before.time) / self.number)
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Workers of a cluster by host and name, which is unique.
 
@@ -92,19 +77,18 @@ class Cluster:
         address = self.workers[number].address
         return self.client.submit(function, *arguments, workers=[address], pure=False)
 
-    def cores(self) -> Cores:
-        """Return the use of all hosts' cores by the cluster and others, so far."""
+    def use_by_others(self) -> tuple[float, int]:
+        """Return the seconds that other processes used the workers' cores so far, and how many."""
         of_workers = self.client.run(use_of_cores).values()
         ends = self.client.run_on_scheduler(use_of_cores), use_of_cores()
-        busy = {(one["host"], n): used for one in of_workers for n, used in one["busy"].items()}
+        busy: dict[tuple[str, int], float] = {}
+        own: dict[tuple[str, int], float] = {}
+        for host, cores, _ in of_workers:
+            busy |= {(host, core): used for core, used in cores.items()}
         hosts = {host for host, _ in busy}
-        own = {
-            (one["host"], pid): used
-            for one in (*of_workers, *ends)
-            for pid, used in one["own"].items()
-            if one["host"] in hosts
-        }
-        return Cores(time.monotonic(), len(busy), sum(busy.values()), sum(own.values()))
+        for host, _, processes in (*of_workers, *ends):
+            own |= {(host, pid): used for pid, used in processes.items() if host in hosts}
+        return sum(busy.values()) - sum(own.values()), len(busy)
 
     def describe(self) -> dict[str, Any]:
         """Return on what, with what and when something is measured now."""
@@ -183,18 +167,15 @@ def probe(dask_worker: Any) -> dict[str, Any]:
     return found | {"cuda": False, "why": why}
 
 
-def use_of_cores() -> dict[str, Any]:
-    """Return seconds of this process's cores, of it and those above it; runs on workers, too."""
+def use_of_cores() -> tuple[str, dict[int, float], dict[int, float]]:
+    """Return the host, and seconds of this process's cores, of it and those above it, by number."""
     this, own = psutil.Process(), {}
-    for process in [this, *this.parents()]:  # such as the nanny
+    for process in (this, *this.parents()):  # such as the nanny
         with contextlib.suppress(psutil.Error):
             own[process.pid] = sum(process.cpu_times()[:2])
-    busy = {
-        core: sum(times[:3]) + sum(times[5:8])  # all but idle, iowait and guests
-        for core, times in enumerate(psutil.cpu_times(percpu=True))
-        if core in this.cpu_affinity()
-    }
-    return {"host": platform.node(), "own": own, "busy": busy}
+    every = enumerate(psutil.cpu_times(percpu=True))  # all but idle, iowait and guests count
+    busy = {core: sum(times[:3]) + sum(times[5:8]) for core, times in every}
+    return platform.node(), {core: busy[core] for core in this.cpu_affinity() if core in busy}, own
 
 
 def choose_device(found: Mapping[str, Mapping[str, Any]], wanted: str) -> Device:

@@ -20,7 +20,7 @@ from distributed import get_worker
 from rich.table import Table
 
 from hpcdask.bench.cluster import Cluster, wait
-from hpcdask.bench.measurement import Exchange, Measurement, Pair, Together, console, rate
+from hpcdask.bench.measurement import Exchange, Measurement, Pair, console, rate
 from hpcdask.errors import UsageError
 from hpcdask.logs import say
 from hpcdask.workloads import Check, Device, WorkloadError, array_module
@@ -75,26 +75,22 @@ def run_exchange(
     )
     share = BLOCKS_FRACTION * cluster.memory_nbytes / n / (2 * n)
     n_items = max(1, int(min(nbytes, share)) // ITEM_NBYTES)
-    every = [blocks.move(everyone, n_items) for _ in range(1 + repeats)][1:]
-    all_to_all = Together(
-        tuple(max(one.seconds for one in received.values()) for received in every),
-        sum(one.nbytes for one in every[-1].values()),
-        n_items * ITEM_NBYTES,
-    )
+    every = [blocks.move(everyone, n_items).values() for _ in range(1 + repeats)][1:]
     names, hosts = zip(*((one.name, one.host) for one in cluster.workers), strict=True)
-    found = Exchange(names, hosts, nbytes, pairs, all_to_all)
+    found = Exchange(names, hosts, nbytes, pairs, n_items * ITEM_NBYTES)
     found = replace(found, slow=tuple(judge(found.rates(), names, hosts)))
-    _tell(found)
-    return Measurement(
+    measured = Measurement(
         workload="exchange",
         variant="alone" if alone else "",
         block_nbytes=nbytes,
-        seconds=all_to_all.seconds,
-        moved=int(all_to_all.nbytes),
+        seconds=tuple(max(one.seconds for one in received) for received in every),
+        moved=int(sum(one.nbytes for one in every[-1])),
         checks=(Check("blocks that arrived wrong", blocks.n_wrong, 0, 0),),
         exchange=found,
         **cluster.describe(),
     )
+    _tell(found, measured.gb_per_s)
+    return measured
 
 
 def _size(cluster: Cluster, nbytes: int | None) -> int:
@@ -249,20 +245,18 @@ def _judge(
     rates: Rates, where: str, names: Sequence[str], hosts: Sequence[str]
 ) -> Iterator[tuple[int, float, str]]:
     """Yield the order of a kind of finding, the part of what is usual, and a line."""
-    sends, receives = _slow_members(rates, 0), _slow_members(rates, 1)
-    rest = {
-        (i, j): value for (i, j), value in rates.items() if i not in sends and j not in receives
-    }
+    sides = {"sends": _slow_members(rates, 0), "receives": _slow_members(rates, 1)}
+    sends, receives = sides.values()
+    rest = {(i, j): rate for (i, j), rate in rates.items() if i not in sends and j not in receives}
     usual = _median(rest.values() or rates.values())
-    slow = {m: min(side[m] for side in (sends, receives) if m in side) for m in sends | receives}
+    slow = {m: min(side[m] for side in sides.values() if m in side) for m in sends | receives}
     for host in dict.fromkeys(hosts[m] for m in slow):
         members = [m for m in slow if hosts[m] == host]
         is_node = len(members) == hosts.count(host) > 1
         for group in [members] if is_node else [[member] for member in members]:
             value = _median(slow[m] for m in group)
             who = f"node {host}" if is_node else f"worker {names[group[0]]} on {host}"
-            sides = {"sends": sends, "receives": receives}
-            verbs = " and ".join(verb for verb in sides if not sides[verb].keys().isdisjoint(group))
+            verbs = " and ".join(verb for verb, side in sides.items() if side.keys() & group)
             text = f"{who} {verbs} slowly: {value:.3g} GB/s with workers {where}"
             yield 1 - is_node, value / usual, f"{text}, {usual:.3g} is usual"
     for (i, j), value in rest.items():
@@ -290,7 +284,7 @@ def _median(values: Iterable[float]) -> float:
 # --- lines ----------------------------------------------------------------------------------------
 
 
-def _tell(found: Exchange) -> None:
+def _tell(found: Exchange, gb_per_s: float) -> None:
     if (n := len(found.names)) <= MAX_COLUMNS:
         rates, heads = found.rates(), map(str, range(n))
         how: dict[str, Any] = {"title_justify": "left", "box": None, "pad_edge": False}
@@ -305,9 +299,8 @@ def _tell(found: Exchange) -> None:
     if (more := len(found.slow) - MAX_LINES) > 0:
         say(f"warning: {more} more; --json FILE keeps them all")
     say(f"8 bytes take {format_time(statistics.median(found.latencies()))}, in the median")
-    every = found.all_to_all
-    together = rate(every.nbytes / statistics.median(every.seconds) / 1e9)
-    say(f"all to all: {together} in all, {format_bytes(every.block_nbytes)} for each pair")
+    block = format_bytes(found.all_to_all_nbytes)
+    say(f"all to all: {rate(gb_per_s)} in all, {block} for each pair")
 
 
 def kinds_of_pairs(found: Exchange) -> str:

@@ -244,10 +244,11 @@ def _as_ours() -> Iterator[None]:
 def _with_usage(workload: Callable[[Cluster], Measurement], cluster: Cluster) -> Measurement:
     """Measure a workload, and what the GPUs and other processes do meanwhile."""
     cluster.client.run_on_scheduler(_start_lap)
-    before = cluster.cores()
+    start, (before, n_cores) = time.monotonic(), cluster.use_by_others()
     found = workload(cluster)
-    time.sleep(max(0.0, before.time + LEAST_LAP_S - time.monotonic()))
-    others = cluster.cores().others_since(before)
+    time.sleep(max(0.0, start + LEAST_LAP_S - time.monotonic()))
+    used = cluster.use_by_others()[0] - before
+    others = max(0.0, used / n_cores / (time.monotonic() - start))
     usage = cluster.client.run_on_scheduler(_end_lap)
     return replace(found, others=others, gpus=usage and RunUsage.from_json(usage))
 

@@ -63,23 +63,17 @@ class Pair(Record):
 
 
 @dataclass(frozen=True)
-class Together(Record):
-    """Transfers of all workers at once: seconds of each, and bytes in all and of a block."""
-
-    seconds: tuple[float, ...]
-    nbytes: int
-    block_nbytes: int
-
-
-@dataclass(frozen=True)
 class Exchange(Record):
-    """Exchange between workers, of which `hosts` has the node of each, and `slow` the warnings."""
+    """Exchange between workers, of which `hosts` has the node of each, and `slow` the warnings.
+
+    A block has `block_nbytes` between pairs, and `all_to_all_nbytes` where all send at once.
+    """
 
     names: tuple[str, ...]
     hosts: tuple[str, ...]
     block_nbytes: int
     pairs: tuple[Pair, ...]
-    all_to_all: Together
+    all_to_all_nbytes: int
     slow: tuple[str, ...] = ()
 
     def rates(self) -> dict[tuple[int, int], float]:

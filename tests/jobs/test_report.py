@@ -11,7 +11,7 @@ import pytest
 
 import browser
 from hpcdask.bench import report
-from hpcdask.bench.measurement import Exchange, Measurement, Pair, Together
+from hpcdask.bench.measurement import Exchange, Measurement, Pair
 from hpcdask.gpu.usage import RunUsage
 from hpcdask.workloads import Check
 
@@ -53,9 +53,8 @@ def exchanged(names=("gpu1-0", "gpu1-1")):
         if i != j
     )
     slow = ("gpu1-1 to gpu1-0: slow",)
-    every = Together((1.0,), 100, 10)
     hosts = ("n0",) * len(names)
-    found = Exchange(tuple(names), hosts, 190 * 10**9, pairs, every, slow)
+    found = Exchange(tuple(names), hosts, 190 * 10**9, pairs, 10, slow)
     return replace(ONE, workload="exchange", form="stock", exchange=found)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from hpcdask.bench.command import main
-from hpcdask.bench.measurement import Exchange, Measurement, Pair, Together
+from hpcdask.bench.measurement import Exchange, Measurement, Pair
 from hpcdask.workloads import Check
 
 WRONG = (Check("mean", 1, 2, 0),)
@@ -42,9 +42,8 @@ def exchanged(pair=1.0, latency=1.0, every=1.0, times=(1.0, 1.1)):
         if i != j
         for factors in [(pair if (i, j) == (0, 2) else 1.0, latency)]
     ]
-    together = Together(tuple(every * one for one in times), 100, 10)
-    found = Exchange(("a", "b", "c"), ("n", "n", "n"), 1000, tuple(pairs), together)
-    return line("exchange", exchange=found, seconds=together.seconds)
+    found = Exchange(("a", "b", "c"), ("n", "n", "n"), 1000, tuple(pairs), 10)
+    return line("exchange", exchange=found, seconds=tuple(every * one for one in times))
 
 
 @pytest.fixture
