@@ -182,8 +182,8 @@ def svd_rows(
         ``x`` is uint8, (m, ceil(n / 4)): so many columns of `hpcdask.workloads.packing.pack`.
     dtype
         In which chunks are multiplied; sums are float64. float32 resolves only σₖ > 0.02 σ₁, less
-        with more than 60 columns of the range finder. On an H200 it takes two thirds of the time,
-        and of packed values, which tensor cores multiply as float16, a third.
+        with more than 60 columns of the range finder. On a GPU, tensor cores then multiply bytes
+        and packed values as float16, which holds them exactly.
     seed, device
         Of the range finder; what the chunks of ``x`` are on.
 
