@@ -168,7 +168,8 @@ class Run:
         process, role = candidates[int(index) % len(candidates)]
         early = role in HARMLESS and not any(line.startswith("ready") for line in self.printed())
         self._roles.add("early" if early else "stop" if event.fault == "STOP" else role)
-        if self.options["workers_min"] and role not in HARMLESS and event.fault != "STOP":
+        harmless = ("worker", "janitor") if event.fault in ("KILL", "SEGV") else HARMLESS
+        if self.options["workers_min"] and role not in harmless and event.fault != "STOP":
             (self.site.folder / "fewer").touch()
         return f"{event.fault} of {role} {process.pid} at {event.mark}", strike(
             process, event.fault
