@@ -18,7 +18,6 @@ from typing import Any
 
 import distributed
 import numpy as np
-import psutil
 
 from hpcdask.errors import ClusterError, UsageError, installing
 from hpcdask.gpu.devices import NONE_VISIBLE, visible_gpus
@@ -76,19 +75,6 @@ class Cluster:
         """Start a Dask task on one worker, and return its future."""
         address = self.workers[number].address
         return self.client.submit(function, *arguments, workers=[address], pure=False)
-
-    def use_by_others(self) -> tuple[float, int]:
-        """Return the seconds that other processes used the workers' cores so far, and how many."""
-        of_workers = self.client.run(use_of_cores).values()
-        ends = self.client.run_on_scheduler(use_of_cores), use_of_cores()
-        busy: dict[tuple[str, int], float] = {}
-        own: dict[tuple[str, int], float] = {}
-        for host, cores, _ in of_workers:
-            busy |= {(host, core): used for core, used in cores.items()}
-        hosts = {host for host, _ in busy}
-        for host, _, processes in (*of_workers, *ends):
-            own |= {(host, pid): used for pid, used in processes.items() if host in hosts}
-        return sum(busy.values()) - sum(own.values()), len(busy)
 
     def describe(self) -> dict[str, Any]:
         """Return on what, with what and when something is measured now."""
@@ -165,17 +151,6 @@ def probe(dask_worker: Any) -> dict[str, Any]:
     except Exception as exc:  # the CUDA errors are CuPy's own classes
         why = f"{type(exc).__name__}: {exc}"
     return found | {"cuda": False, "why": why}
-
-
-def use_of_cores() -> tuple[str, dict[int, float], dict[int, float]]:
-    """Return the host, and seconds of this process's cores, of it and those above it, by number."""
-    this, own = psutil.Process(), {}
-    for process in (this, *this.parents()):  # such as the nanny
-        with contextlib.suppress(psutil.Error):
-            own[process.pid] = sum(process.cpu_times()[:2])
-    every = enumerate(psutil.cpu_times(percpu=True))  # all but idle, iowait and guests count
-    busy = {core: sum(times[:3]) + sum(times[5:8]) for core, times in every}
-    return platform.node(), {core: busy[core] for core in this.cpu_affinity() if core in busy}, own
 
 
 def choose_device(found: Mapping[str, Mapping[str, Any]], wanted: str) -> Device:

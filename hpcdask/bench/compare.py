@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 from dask.utils import format_bytes
 from rich.table import Table
 
-from hpcdask.bench.measurement import BUSY, VERSION, Measurement, console
+from hpcdask.bench.measurement import VERSION, Measurement, console
 from hpcdask.errors import UsageError
 
 #: Ratio from which on a time is another one, and that of transfers and of single times.
 TOLERANCE, LOOSE = 1.15, 1.2
 UNCLEAR = (
-    "unclear: the times scatter as much as they differ, or other processes used more than "
-    f"{BUSY:.0%} of the workers' cores. Measure again with more --repeats, or append several "
-    "runs to each file, before and after in turn"
+    "unclear: the times scatter as much as they differ. Measure again with more --repeats, or "
+    "append several runs to each file, before and after in turn"
 )
 
 
@@ -103,12 +102,9 @@ def _name(one: Measurement) -> str:
 def _changes(old: list[Measurement], new: list[Measurement]) -> Iterator[Change]:
     """Yield the change of a workload, and those of its parts that are not the same."""
     name, before, after = _name((old or new)[0]), _times(old), _times(new)
-    busy = any(side and min(one.others for one in side) > BUSY for side in (old, new))
     for part in before | after:
         was, now = before.get(part, []), after.get(part, [])
         verdict = _verdict(part, was, now)
-        if busy and verdict in ("slower", "faster"):
-            verdict = "unclear"
         if part == WHOLE:
             wrong = any(one.failed for one in new)
             yield Change(name, was, now, "wrong" if wrong else verdict)
@@ -117,9 +113,9 @@ def _changes(old: list[Measurement], new: list[Measurement]) -> Iterator[Change]
 
 
 def _times(group: Sequence[Measurement]) -> dict[Part, list[float]]:
-    """Return all seconds of equal measurements, but those of busy workers if there are others."""
+    """Return all seconds of equal measurements."""
     found: dict[Part, list[float]] = {}
-    for one in [one for one in group if one.others <= BUSY] or group:
+    for one in group:
         found.setdefault(WHOLE, []).extend(one.seconds)
         if one.exchange:
             found.setdefault(LATENCY, []).extend(one.exchange.latencies())

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from hpcdask.bench import rates
 from hpcdask.bench.cluster import Cluster, inspect, wait
-from hpcdask.bench.measurement import BUSY, Measurement, console, rate
+from hpcdask.bench.measurement import Measurement, console, rate
 from hpcdask.bench.startup import AHEAD, age
 from hpcdask.bootstrap.environment import interpreter
 from hpcdask.client.connect import connect
@@ -54,8 +54,6 @@ SIZES: dict[str, tuple[float, float, float, float]] = {
 }
 # Workers need scratch arrays beside their input; Dask pauses those without a GPU at 0.8.
 USABLE_FRACTION: dict[Device, float] = {"cuda": 0.8, "cpu": 0.3}
-#: Linux counts the use of cores in hundredths of a second.
-LEAST_LAP_S = 0.5
 #: Processes of Open MPI above a rank, which gives each rank a terminal of its own.
 OPEN_MPI = {"mpirun", "mpiexec", "prterun", "orterun", "prted", "orted"}
 #: Columns with room in 80 characters.
@@ -242,15 +240,11 @@ def _as_ours() -> Iterator[None]:
 
 
 def _with_usage(workload: Callable[[Cluster], Measurement], cluster: Cluster) -> Measurement:
-    """Measure a workload, and what the GPUs and other processes do meanwhile."""
+    """Measure a workload, and what the GPUs do meanwhile."""
     cluster.client.run_on_scheduler(_start_lap)
-    start, (before, n_cores) = time.monotonic(), cluster.use_by_others()
     found = workload(cluster)
-    time.sleep(max(0.0, start + LEAST_LAP_S - time.monotonic()))
-    used = cluster.use_by_others()[0] - before
-    others = max(0.0, used / n_cores / (time.monotonic() - start))
     usage = cluster.client.run_on_scheduler(_end_lap)
-    return replace(found, others=others, gpus=usage and RunUsage.from_json(usage))
+    return replace(found, gpus=usage and RunUsage.from_json(usage))
 
 
 async def _start_lap(dask_scheduler: Any) -> None:
@@ -291,11 +285,6 @@ def _tell(found: Measurement, json_file: Path | None) -> None:
             f"median {found.median:.3f} s, min {min(found.seconds):.3f} s, "
             f"max {max(found.seconds):.3f} s of {len(found.seconds)}; {rate(found.gb_per_s)}"
             + (f", {found.dask_tasks} Dask tasks" if found.dask_tasks else "")
-        )
-    if found.others > BUSY:
-        say(
-            f"warning: other processes used {found.others:.0%} of the workers' cores meanwhile: "
-            "the times are theirs, too"
         )
     for complaint in found.failed:
         say(f"check failed: {complaint}")

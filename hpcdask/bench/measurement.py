@@ -24,8 +24,6 @@ from hpcdask.workloads import Check
 
 #: Version of the JSON lines. Files of another one cannot be compared.
 VERSION = 1
-#: Part of the workers' cores that other processes may use without being told of.
-BUSY = 0.1
 #: Characters of a line that goes to a file or pipe.
 WIDE = 120
 #: Rates of the hardware, which are also the units of work: what a workload waits for, and the rate
@@ -130,7 +128,6 @@ class Measurement(Record):
     phases: dict[str, float] = field(default_factory=dict)
     work: dict[str, float] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
-    others: float = 0.0
     gpus: RunUsage | None = None
     exchange: Exchange | None = None
     version: int = VERSION

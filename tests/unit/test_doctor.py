@@ -98,7 +98,7 @@ def facts_of(cards: list[Facts], ucx: UcxInstall = PYPI, **more: Any) -> Facts:
             "packages": dict(CUDA13),
             "unfit": [],
         },
-        "mpi": {"version": "4.1.1", "library": "Open MPI v5.0.8", "error": ""},
+        "mpi": {"version": "4.1.1", "linked": "Open MPI v5.0.8", "error": ""},
         "name": {"name": "node1", "addresses": ["10.1.0.7"]},
         "shared_memory": {**folder, "type": "tmpfs"},
         "scratch": {**folder, "path": "/scratch", "source": "TMPDIR", "type": "ext4"},
@@ -374,8 +374,8 @@ def test_the_rest_is_reported_without_a_group_of_facts(group):
 @pytest.mark.parametrize(
     ("launcher", "mpi", "status"),
     [
-        ("openmpi", {"library": "MPICH Version: 4.3"}, "warning"),
-        ("hydra", {"library": "MPICH Version: 4.3"}, "ok"),
+        ("openmpi", {"linked": "MPICH Version: 4.3"}, "warning"),
+        ("hydra", {"linked": "MPICH Version: 4.3"}, "ok"),
         ("hydra", {"error": "cannot load libmpi"}, "warning"),
         ("none", {"error": "cannot load libmpi"}, "ok"),
     ],
