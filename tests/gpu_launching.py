@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from launching import Launcher
 from running import Ended, Site, no_launcher
 
 RUN = (sys.executable, "-m", "hpcdask.run")
+#: With CI=true as well: torch belongs to none of the extras.
+WITH_TORCH = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 #: Exchanges blocks between the workers, checks them, and goes on with "stay" among its words.
 EXCHANGE = """
 import json, os, sys, time

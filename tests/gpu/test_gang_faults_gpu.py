@@ -14,13 +14,13 @@ import pytest
 from distributed import Client
 
 import hpcdask
-from gpu_launching import device_memory_is_back, job_cluster, used_memory
+from gpu_launching import WITH_TORCH, device_memory_is_back, job_cluster, used_memory
 from hpcdask.client import gang_scheduler
 from hpcdask.client.gang import RankContext
 from hpcdask.errors import GangError
 from hpcdask.gpu import nccl
 from hpcdask.gpu.devices import Gpu
-from launching import needs, wait_for
+from launching import wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(500)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -115,7 +115,7 @@ def left(dask_scheduler) -> list:
     return keys + gang_scheduler.describe(dask_scheduler)
 
 
-@pytest.mark.parametrize("by", ["nccl", pytest.param("torch", marks=needs("torch"))])
+@pytest.mark.parametrize("by", ["nccl", pytest.param("torch", marks=WITH_TORCH)])
 def test_each_fault(gpus: list[Gpu], tmp_path: Path, by: str) -> None:
     def ready() -> None:
         client.wait_for_workers(2, timeout=LONG_S)

@@ -13,12 +13,11 @@ import pytest
 from distributed import Client, Future, LocalCluster
 
 import hpcdask
-from gpu_launching import job_cluster
+from gpu_launching import WITH_TORCH, job_cluster
 from hpcdask.errors import GangError
 from hpcdask.gpu.devices import Gpu
-from launching import needs
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), needs("torch")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), WITH_TORCH]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 PROGRAM = Path(__file__).parents[2] / "examples" / "torch_ddp.py"
 

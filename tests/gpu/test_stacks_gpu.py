@@ -10,7 +10,7 @@ import deadlocks
 from hanging import Hanging, hanging_run
 from hpcdask.gpu.devices import Gpu
 from hpcdask.stacks.diagnose import diagnose
-from launching import needs
+from gpu_launching import WITH_TORCH
 from running import no_launcher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -40,7 +40,7 @@ def test_a_device_that_is_full(hanging: Hanging):
     del task
 
 
-@needs("torch")
+@WITH_TORCH
 def test_a_rank_that_never_comes_to_an_all_reduce_over_nccl(hanging: Hanging):
     size = len(hanging.workers)
     if size < 2:
