@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 import deadlocks
+from gpu_launching import WITH_TORCH
 from hanging import Hanging, hanging_run
 from hpcdask.gpu.devices import Gpu
 from hpcdask.stacks.diagnose import diagnose
-from gpu_launching import WITH_TORCH
 from running import no_launcher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
