@@ -19,8 +19,7 @@ from hpcdask.bootstrap.supervisor import Supervisor
 from hpcdask.errors import UsageError
 from hpcdask.logs import complain
 from hpcdask.node.preload import variables
-from hpcdask.queues.environment import is_job_of_queue, job_id
-from hpcdask.queues.registry import queue_class, system_of_job
+from hpcdask.queues.environment import job_id
 from hpcdask.spec.argv import make_command, options, read
 from hpcdask.spec.specs import JobSpec, WorkerSpec
 
@@ -64,29 +63,9 @@ def identity() -> tuple[str, int]:
     return f"{os.uname().nodename}-{os.getpid()}", 0
 
 
-def spread(asked: JobSpec) -> None:
-    """Replace this process, in a job of several nodes, by a launcher of this command on each."""
-    system = system_of_job()
-    if system is None or not is_job_of_queue(asked.job):
-        return
-    try:
-        starter = queue_class(system).on_each_node(os.environ)
-    except UsageError as error:
-        raise UsageError(f"job {asked.job} has {error}") from None
-    if not starter:
-        return
-    try:
-        os.execvp(starter[0], [*starter, sys.executable, *sys.orig_argv[1:]])
-    except OSError as error:
-        raise UsageError(
-            f"job {asked.job} has several nodes, and {starter[0]} does not start: {error.strerror}"
-        ) from None
-
-
 def main() -> NoReturn:
     try:
         asked = parse(sys.argv[1:])
-        spread(asked)
     except UsageError as error:
         complain(error)
         sys.exit(error.exit_code)

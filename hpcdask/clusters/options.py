@@ -120,7 +120,8 @@ class JobOptions:
         if tls:
             options += ["--keys", os.path.join(folder, "keys")]
         options += ["--cluster", cluster, "--workers", str(self.workers // self.asked.nodes)]
-        command = f"exec {self.python} {shlex.join([*options, *self.spec.to_argv()])}"
+        command = f"{self.python} {shlex.join([*options, *self.spec.to_argv()])}"
+        command = queue.on_each_node(command)
         return queue.script(self.job, self.request(f"hpcdask:{cluster}", logs), preamble, command)
 
 

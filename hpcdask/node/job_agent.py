@@ -14,12 +14,13 @@ from distributed.core import rpc
 
 from hpcdask.bootstrap.orders import Message, Signal
 from hpcdask.comm.transport import NodeLinks, choose, choose_interface
-from hpcdask.errors import ClusterError, DeviceError, HpcdaskError, root_cause
+from hpcdask.errors import ClusterError, DeviceError, HpcdaskError, UsageError, root_cause
 from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
 from hpcdask.logs import complain, plural, say
 from hpcdask.queues import environment
 from hpcdask.queues.environment import job_id
+from hpcdask.queues.registry import queue_class, system_of_job
 from hpcdask.security.credentials import load_credentials, to_security
 from hpcdask.spec.specs import JobSpec
 from hpcdask.upstream import distributed as upstream
@@ -47,6 +48,7 @@ ABNORMAL = (None, upstream.CONNECTION_BROKEN, upstream.HEARTBEAT_ERROR)
 async def work(agent: HostAgent, asked: JobSpec) -> int:
     """Be the agent of a job on one of its nodes: bring the workers up, and return the exit code."""
     try:
+        refuse_nodes(asked.job)
         agent.prepare()
         return await JobAgent(asked, agent).run()
     except HpcdaskError as error:
@@ -54,6 +56,18 @@ async def work(agent: HostAgent, asked: JobSpec) -> int:
         return error.exit_code
     finally:
         await agent.close_workers(HURRIED_S)
+
+
+def refuse_nodes(job: str) -> None:
+    """Raise UsageError in a job of several nodes on whose others nothing starts workers."""
+    system = system_of_job()
+    if system is None or not environment.is_job_of_queue(job):
+        return
+    if (nodes := queue_class(system).node_count(os.environ)) > 1:
+        raise UsageError(
+            f"it has {nodes} nodes, and only under SLURM can its workers be started on all of "
+            f"them: request one node per job"
+        )
 
 
 class JobAgent:

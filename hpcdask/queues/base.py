@@ -293,18 +293,9 @@ class Queue(ABC):
             return len(set(file.read().split()))
         return len(set(told.split()[::2]))
 
-    @classmethod
-    def on_each_node(cls, environ: Mapping[str, str]) -> list[str]:
-        """Return the words that start a command on every node of this job, if it needs any.
-
-        Raises UsageError if there are several nodes and no such command.
-        """
-        if (nodes := cls.node_count(environ)) > 1:
-            raise UsageError(
-                f"{nodes} nodes, and only under SLURM can its workers be started on all of them: "
-                f"request one node per job"
-            )
-        return []
+    def on_each_node(self, command: str) -> str:
+        """Return shell lines that replace the shell by a command on each node of its job."""
+        return f"exec {command}"
 
     # What is asked of the queue
 

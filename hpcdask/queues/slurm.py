@@ -226,17 +226,12 @@ class SlurmQueue(Queue):
             ],
         }
 
-    @classmethod
-    def on_each_node(cls, environ: Mapping[str, str]) -> list[str]:
-        """Start one task on each node, unless this is a task."""
-        nodes = int(environ.get("SLURM_JOB_NUM_NODES") or 1)
-        if nodes == 1 or "SLURM_STEP_ID" in environ:
-            return []
-        return [
-            *("srun", f"-n{nodes}", "--ntasks-per-node=1", "-K"),
-            "--cpu-bind=none",  # by default a task gets one core
-            *("--mpi=none", "--export=ALL", "--input=none"),
-        ]
+    def on_each_node(self, command: str) -> str:
+        """Return shell lines that replace the shell by a command on each node of its job."""
+        # by default a task gets one core, and none gets the shell's variables at some sites
+        srun = "srun -n$SLURM_JOB_NUM_NODES --ntasks-per-node=1 -K --cpu-bind=none --mpi=none"
+        nodes = f'each_node="{srun} --export=ALL --input=none"'
+        return f'[ "${{SLURM_JOB_NUM_NODES:-1}}" = 1 ] || {nodes}\nexec $each_node {command}'
 
     @classmethod
     def parse_walltime(cls, text: str) -> timedelta:

@@ -424,29 +424,12 @@ def test_too_few_gpus(site, gpus, count, workers, device, text):
 # Several nodes
 
 
-def test_a_job_of_several_nodes_becomes_an_srun(site, tmp_path):
-    srun = tmp_path / "srun"
-    srun.write_text('#!/bin/sh\necho "$@"\n')
-    srun.chmod(0o700)
-    env = {
-        "PATH": f"{tmp_path}{os.pathsep}{site.launcher.env['PATH']}",
-        "SLURM_JOB_ID": "4715",
-        "SLURM_ARRAY_JOB_ID": "4711",
-        "SLURM_JOB_NUM_NODES": "2",
-    }
-    ended = site.job(env=env).end(code=0)
-    words = ended.out.split()
-    assert {"-n2", "--ntasks-per-node=1", "-K"} <= set(words), ended
-    assert words[words.index("-m") :][:3] == ["-m", "hpcdask.worker", "--scheduler"], ended
-    site.check_nothing_left()
-
-
 def test_only_slurm_starts_a_job_on_several_nodes(site, tmp_path):
     nodes = tmp_path / "nodes"
     nodes.write_text("node1\nnode1\nnode2\n")
     env = {"PBS_JOBID": "4711.server", "PBS_NODEFILE": str(nodes)}
     ended = site.job(job="4711.server", env=env).end(code=2)
-    assert "job 4711.server has 2 nodes, and only under SLURM" in ended.errors[0], ended
+    assert "it has 2 nodes, and only under SLURM" in ended.errors[0], ended
 
 
 def of_jobs() -> set[str]:

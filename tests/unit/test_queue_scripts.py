@@ -5,6 +5,7 @@ named in its test; SLURM's, Grid Engine's and OAR's scripts also run in real one
 """
 
 import os
+import subprocess
 from datetime import timedelta
 from typing import Any
 
@@ -445,6 +446,24 @@ def test_a_plain_job_and_what_no_job_can_be(kind: str):
     assert "-l nodes=1:ppn=8,mem=64GB\n" in text or kind != "Moab"
     with pytest.raises(UsageError, match=r"nodes_per_job=2.*SLURM only"):
         script(kind, nodes=2, **KINDS[kind])
+
+
+def test_a_slurm_job_of_several_nodes_has_its_workers_started_by_srun(tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "$@"\n')
+    srun.chmod(0o700)
+    lines = SlurmQueue().on_each_node("echo 'two  words'")
+
+    def says(nodes: str | None) -> str:
+        env = {"PATH": f"{tmp_path}:{os.defpath}"} | (
+            {"SLURM_JOB_NUM_NODES": nodes} if nodes else {}
+        )
+        return subprocess.run(["bash", "-c", lines], env=env, capture_output=True, text=True).stdout
+
+    assert says(None) == says("1") == "two  words\n"
+    words = says("2").split()
+    assert {"-n2", "--ntasks-per-node=1", "-K"} <= set(words)
+    assert words[-3:] == ["echo", "two", "words"]
 
 
 @pytest.mark.parametrize("kind", ["SGE", "LSF", "OAR"])
