@@ -138,7 +138,7 @@ class DeviceWorker(PeerWorker):
             f"worker {self.name}: Dask task {key} left the GPU's context unusable ({why}). The "
             f"worker is replaced, and what it held is computed again"
         )
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(OSError):  # a deadline is one, too
             async with asyncio.timeout(TOLD_DEADLINE_S):
                 # the worker's state machine has no event for it
                 while key in {task.key for task in self.state.executing}:  # noqa: ASYNC110
@@ -196,7 +196,9 @@ def _import_packages(plan: MemoryPlan, exchange: str) -> None:
     load([*needed, UCX] if exchange == "ucx" else needed)
     with contextlib.suppress(ImportError):
         import cupy
+        import cupyx
 
-        # A lazy module of CuPy 14.2, loaded by the first look at it. Its lock and the import lock
-        # of another package, taken by two threads, ended in a deadlock
-        dir(cupy.testing)
+        # Lazy modules of CuPy 14.2, loaded by the first look at them. The lock of one, and the
+        # import locks of its parts, which dask.array imports too, deadlocked two threads
+        for module in (cupy.testing, cupyx):
+            dir(module)

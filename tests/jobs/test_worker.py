@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import struct
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -377,11 +378,14 @@ def devices_of(client: Client) -> dict[str, str]:
 
 @needs("cuda")
 def test_each_worker_has_a_gpu_of_its_own(site, client, gpus):
+    """Regression: two threads that loaded a lazy module of CuPy waited for each other for ever."""
     env = gpus(2, SLURM_JOB_ID="4711")
     job = site.job("--workers", "2", *NO_POOL, device="auto", env=env)
     wait_until_up(job, client, "ab12-4711_3-0-0", "ab12-4711_3-0-1")
     shown = [gpu["uuid"] for gpu in json.loads(env["FAKE_NVML"])]
     assert devices_of(client) == {f"ab12-4711_3-0-{n}": shown[n] for n in range(2)}
+    kinds = client.run(lambda: [type(one).__name__ for one in sys.modules.values()])
+    assert not any("_LazyModule" in found for found in kinds.values())
     client.cluster.close()
     end = job.end(code=0)
     assert f"2 workers on 2 GPUs (Fake {shown[0]}, {shown[1]}), tcp" in end.err, end
