@@ -102,12 +102,12 @@ class Running:
         self.site = site
         self.process = process
         self.lines: dict[str, list[str]] = {"out": [], "err": []}
-        self._readers = [
+        self.readers = [
             threading.Thread(target=self._read, args=(name, stream), daemon=True)
             for name, stream in (("out", process.stdout), ("err", process.stderr))
             if stream is not None
         ]
-        for reader in self._readers:
+        for reader in self.readers:
             reader.start()
 
     def _read(self, name: str, stream) -> None:
@@ -119,7 +119,7 @@ class Running:
         """Wait for a line that begins with `start`, and return the rest of it."""
 
         def found() -> str | None:
-            over = not any(reader.is_alive() for reader in self._readers)
+            over = not any(reader.is_alive() for reader in self.readers)
             for line in list(self.lines[stream]):
                 if line.startswith(start) and line.endswith("\n"):
                     return line
@@ -130,7 +130,7 @@ class Running:
         try:
             line = wait_for(found, timeout, f"a line {start!r}", interval=0.02)
         except AssertionError as error:
-            pytest.fail(f"{error}\n{self._output()}")
+            pytest.fail(f"{error}\n{self.output()}")
         return line[len(start) :].strip()
 
     def wait_for(self, condition: Callable[[], T], what: str, timeout: float = 30) -> T:
@@ -144,12 +144,12 @@ class Running:
         try:
             value, _ = wait_for(reached_or_over, timeout, what, interval=0.01)
         except AssertionError as error:
-            pytest.fail(f"{error}\n{self._output()}")
+            pytest.fail(f"{error}\n{self.output()}")
         if not value:
             pytest.fail(f"ended before {what}: {self.end()}")
         return value
 
-    def _output(self) -> str:
+    def output(self) -> str:
         return "\n".join(f"--- std{name}\n{''.join(part)}" for name, part in self.lines.items())
 
     def signal(self, number: int) -> None:
@@ -183,7 +183,7 @@ class Running:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self._give_up(f"not over after {timeout:g} s")
-        for reader in self._readers:
+        for reader in self.readers:
             reader.join(max(0.1, deadline - time.monotonic()))
             if reader.is_alive():
                 self._give_up("the launcher is gone, but a process holds its output")
@@ -207,7 +207,7 @@ class Running:
                         time.sleep(0.2)  # each writes its stacks by itself
         end(self.site.processes())
         self.process.wait()
-        pytest.fail(f"{why}\n--- running\n{running}\n{self._output()}")
+        pytest.fail(f"{why}\n--- running\n{running}\n{self.output()}")
 
 
 class Site:

@@ -221,7 +221,7 @@ class Run:
             self.player.finish()
         except Violation as error:
             running = describe(self.site.processes())
-            raise Violation(f"{error}\n--- running\n{running}\n{self.run._output()}") from None
+            raise Violation(f"{error}\n--- running\n{running}\n{self.run.output()}") from None
         self._check()
         return f"code {self.run.process.returncode}, {', '.join(self.player.hits) or 'nothing hit'}"
 
@@ -251,14 +251,14 @@ class Run:
         if problems:
             hits = "\n".join(self.player.hits)
             raise Violation(
-                "\n".join([*problems, "--- hits", hits, self.run._output(), f"code {code}"])
+                "\n".join([*problems, "--- hits", hits, self.run.output(), f"code {code}"])
             )
 
     def _left(self) -> list[str]:
         """What is still there. SLURM kills janitors with a step: there the next run sweeps."""
         with contextlib.suppress(AssertionError):
             wait_for(lambda: not self.site.processes(), GONE_S)
-        for reader in self.run._readers:
+        for reader in self.run.readers:
             reader.join(5)
         killed = self._roles & {"janitor", "launcher", "rank", "daemon", "helper", "early"}
         swept = "janitor" in killed or (self.options["launcher"] == "srun" and killed)

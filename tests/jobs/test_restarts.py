@@ -37,7 +37,7 @@ def preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "    first = lines.pop(0) if lines else ''\n"
         "    failures.write_text('\\n'.join(lines))\n"
         "    async def fail(): raise ValueError('no luck')\n"
-        "    if first == 'raise': worker._register_with_scheduler = fail\n"
+        "    if first == 'raise': worker.get_metrics = fail\n"
         "    if first == 'kill': os.kill(os.getpid(), signal.SIGKILL)\n"
         "    if first == 'realtime': os.kill(os.getpid(), signal.SIGRTMIN + 2)\n"
     )

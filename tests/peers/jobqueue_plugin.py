@@ -7,6 +7,7 @@ distribution leaves out: the fixtures and markers of its tests.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -102,7 +103,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         try:
             await made
         finally:  # one of them leaves its cluster open
-            for cluster in list(JobCluster._instances):
+            for cluster in [one for one in gc.get_objects() if isinstance(one, JobCluster)]:
                 if inspect.isawaitable(closing := cluster.close()):
                     await closing
 

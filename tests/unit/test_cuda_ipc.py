@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,9 +64,11 @@ def library(tmp_path: Path) -> Iterator[ctypes.CDLL]:
         )
     except FileNotFoundError:
         unavailable("g++ is not here")
-    loaded = ctypes.CDLL(str(built))
-    yield loaded
-    ctypes.CDLL(None).dlclose(ctypes.c_void_p(loaded._handle))
+    loader = ctypes.CDLL(None)
+    loader.dlopen.restype = ctypes.c_void_p
+    handle = loader.dlopen(str(built).encode(), os.RTLD_NOW)
+    yield ctypes.CDLL(str(built), handle=handle)
+    loader.dlclose(ctypes.c_void_p(handle))
 
 
 def sleeper() -> subprocess.Popen[bytes]:
