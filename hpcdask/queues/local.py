@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from hpcdask.errors import Refused, UsageError
+from hpcdask.errors import Refused
 from hpcdask.process import home_folder, process_start
 from hpcdask.security import private
 
@@ -63,13 +63,18 @@ class Entry:
     leader: subprocess.Popen[bytes] | None = None
     cancelled: bool = False
 
+    @property
+    def lives(self) -> bool:
+        """Return whether the job is not over."""
+        return self.status.state not in OVER
+
     def note(self, state: QueueState, reason: str = "", **facts: Any) -> None:
         """Change the status."""
         self.status = replace(self.status, state=state, reason=reason, **facts)
 
 
 class LocalQueue(Queue):
-    """This machine as a queue, and a thread that starts its jobs and notes how they end.
+    """This machine as a queue; a thread per submission starts its jobs and notes how they end.
 
     A job gets as many of the GPUs, given by UUID, as it requests for itself, or waits. With None
     they are not counted, and every job starts at once. A job gets SIGTERM after `walltime_s`, if
@@ -90,8 +95,6 @@ class LocalQueue(Queue):
         self.gpus = None if gpus is None else list(gpus)
         self.walltime_s = walltime_s
         self._entries: dict[str, Entry] = {}
-        self._ending: dict[str, float] = {}  # since when, by the monotonic clock
-        self._lock, self._watched = threading.Lock(), False
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
         """Return the job script, whose second line holds the request."""
@@ -109,9 +112,8 @@ class LocalQueue(Queue):
         """Read ``90s``, ``5min``, ``1h30m``, ``00:30:00`` or a number of seconds."""
         from hpcdask.spec.parsing import parse_seconds
 
-        if (seconds := parse_seconds(text, "walltime")) is None:
-            raise UsageError(f"walltime: {text!r} is not a time. For no limit, leave walltime out")
-        return timedelta(seconds=seconds)
+        seconds = parse_seconds(text, "walltime")
+        return timedelta.max if seconds is None else timedelta(seconds=seconds)
 
     async def submit(self, script: str, count: int) -> list[str]:
         asked = json.loads(re.findall(f"(?m)^{DIRECTIVE}(.*)", await read(script))[0])
@@ -122,10 +124,10 @@ class LocalQueue(Queue):
             )
         submitter = f"{os.getpid()}.{process_start(os.getpid())}"
         ids = [f"{submitter}.{next(_numbers)}" for _ in range(count)]
-        waiting = [QueueStatus(job_id, QueueState.PENDING) for job_id in ids]
-        new = {one.id: Entry(one, script, **asked) for one in waiting}
-        self._entries = self._entries | new  # the thread may be reading the old one
-        await asyncio.to_thread(self._act)
+        new = [Entry(QueueStatus(one, QueueState.PENDING), script, **asked) for one in ids]
+        self._entries |= {entry.status.id: entry for entry in new}
+        await asyncio.to_thread(self._advance, new)
+        threading.Thread(target=self._watch, args=(new,), name="local jobs", daemon=True).start()
         return ids
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
@@ -137,59 +139,42 @@ class LocalQueue(Queue):
 
     async def cancel(self, ids: Collection[str]) -> None:
         """Send SIGTERM to the processes of jobs; the leaders kill what is left after 5 s."""
-        await asyncio.to_thread(self._act, ids)
+        for entry in pick(ids, self._entries).values():
+            entry.cancelled = True  # also for a thread that is starting it
+            if entry.leader is None:
+                entry.note(QueueState.CANCELLED, "cancelled")
+        for processes in pick(ids, await asyncio.to_thread(_living)).values():
+            _send(processes, signal.SIGTERM, signal.SIGCONT)  # what is stopped ends too
 
     async def tagged(self) -> dict[str, str]:
         """Return tags of jobs of this user and ``HPCDASK_HOME``, and of those that wait here."""
         found, home = await asyncio.to_thread(_living), home_folder()
         envs = {job_id: some[0][1] for job_id, some in found.items()}
         tags = {job_id: env[TAG] for job_id, env in envs.items() if env.get(HOME) == home}
-        return tags | {entry.status.id: entry.tag for entry in self._live()}
-
-    def _live(self) -> list[Entry]:
-        return [entry for entry in self._entries.values() if entry.status.state not in OVER]
+        return tags | {job: one.tag for job, one in self._entries.items() if one.lives}
 
     # In threads
 
-    def _act(self, cancelled: Collection[str] = ()) -> None:
-        """Cancel jobs, start what can start, and look after the jobs from now on."""
-        with self._lock:
-            for entry in pick(cancelled, self._entries).values():
-                entry.cancelled = True
-            if cancelled:
-                self._ending = {**dict.fromkeys(cancelled, time.monotonic()), **self._ending}
-                _send(signal.SIGTERM, itertools.chain(*pick(cancelled, _living()).values()))
-            self._advance()
-            if not self._watched:
-                self._watched = True
-                threading.Thread(target=self._watch, name="local jobs", daemon=True).start()
-
-    def _watch(self) -> None:
-        """Look after the jobs until all are over."""
-        while True:
+    def _watch(self, entries: Collection[Entry]) -> None:
+        """Look after the jobs of a submission until all are over."""
+        while any(entry.lives for entry in entries):
             time.sleep(LOOK_S)
-            with self._lock, contextlib.suppress(OSError):  # such as too many open files for now
-                self._advance()
-                if not (self._ending or self._live()):
-                    self._watched = False
-                    return
+            with contextlib.suppress(OSError):  # such as too many open files for now
+                self._advance(entries)
 
-    def _advance(self) -> None:
-        """Collect what has ended, kill what should have, start what can start."""
-        live = self._live()
+    def _advance(self, entries: Collection[Entry]) -> None:
+        """Note what has ended, and kill what it has left; start what can start."""
+        live = [entry for entry in entries if entry.lives]
         codes = {one.status.id: one.leader.poll() for one in live if one.leader}
-        exited = {job_id: code for job_id, code in codes.items() if code is not None}
-        for job_id in exited:
-            self._ending.setdefault(job_id, time.monotonic())
-        found = _living() if self._ending else {}
-        self._ending = {job: since for job, since in self._ending.items() if job in found}
-        for job, since in self._ending.items():
-            if time.monotonic() - since > KILL_WAIT_S + 1:  # `timeout` was first, where it lives
-                _send(signal.SIGKILL, found[job])
-        for job_id in exited.keys() - found.keys():
-            self._settle(self._entries[job_id], exited[job_id])
-        if waiting := [entry for entry in live if entry.status.state is QueueState.PENDING]:
-            self._start_all(waiting)
+        exited = {job: code for job, code in codes.items() if code is not None}
+        found = _living() if exited else {}
+        for job, code in exited.items():
+            if job in found:
+                _send(found[job], signal.SIGKILL)
+            else:
+                self._settle(self._entries[job], code)
+        if waiting := [entry for entry in live if not entry.leader]:
+            self._start(waiting)
 
     def _settle(self, entry: Entry, code: int) -> None:
         """Note the end of a job whose processes are all gone; `code` is its leader's."""
@@ -201,7 +186,7 @@ class LocalQueue(Queue):
             state, reason = QueueState.TIMEOUT, f"walltime of {self.walltime_s:g} s"
         entry.note(state, reason, exit_code=code)
 
-    def _start_all(self, waiting: Iterable[Entry]) -> None:
+    def _start(self, waiting: Iterable[Entry]) -> None:
         """Start jobs for which there are GPUs, in the order in which they came."""
         with os.fdopen(private.open_lock(f"{private.node_folder('gpus')}/lock")) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # against other programs of this user
@@ -212,13 +197,13 @@ class LocalQueue(Queue):
                 if entry.cancelled:
                     entry.note(QueueState.CANCELLED, "cancelled")
                 elif self.gpus is None or len(free) >= entry.gpus:
-                    self._start(entry, free[: entry.gpus])
+                    self._launch(entry, free[: entry.gpus])
                     free = free[entry.gpus :]
                 else:
                     some = f"{len(free)} of {len(self.gpus)} GPUs are free, not {entry.gpus}"
                     entry.note(QueueState.PENDING, f"Resources: {some}")
 
-    def _start(self, entry: Entry, gpus: Sequence[str]) -> None:
+    def _launch(self, entry: Entry, gpus: Sequence[str]) -> None:
         """Start a job on these GPUs."""
         job_id, now, limit = entry.status.id, time.time(), self.walltime_s
         own = {JOB: job_id, TAG: entry.tag, HOME: home_folder(), GPUS: ",".join(gpus)}
@@ -240,6 +225,8 @@ class LocalQueue(Queue):
             environ = Path(f"/proc/{leader.pid}/environ")
             while leader.poll() is None and job_id.encode() not in environ.read_bytes():
                 time.sleep(0.001)
+            if entry.cancelled:  # meanwhile
+                leader.terminate()
         except OSError as error:
             entry.note(QueueState.FAILED, f"it cannot be started: {error}")
         else:
@@ -252,7 +239,7 @@ def _living() -> Found:
     found: Found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            # root could read everybody's; psutil takes 40 us to tell the user of a process, stat 5
+            # psutil takes 40 us to say that a process is another user's, stat 5
             if os.stat(f"/proc/{process.pid}").st_uid == os.geteuid():
                 env = process.environ()
                 found.setdefault(env.get(JOB, ""), []).append((process, env))
@@ -260,7 +247,8 @@ def _living() -> Found:
     return found
 
 
-def _send(number: int, processes: Iterable[tuple[psutil.Process, dict[str, str]]]) -> None:
+def _send(processes: Iterable[tuple[psutil.Process, dict[str, str]]], *numbers: int) -> None:
     for process, _ in processes:
         with contextlib.suppress(psutil.Error):
-            process.send_signal(number)
+            for number in numbers:
+                process.send_signal(number)
