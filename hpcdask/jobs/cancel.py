@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Collection
 
 from hpcdask.errors import NotHere, QueueError, root_cause
-from hpcdask.queues.base import Queue
-from hpcdask.queues.commands import COMMAND_TIMEOUT_S
+from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue
 from hpcdask.spec.names import parse_tag
 
 from .folder import ClusterFolder

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,7 +18,6 @@ from typing import Any, ClassVar
 
 from hpcdask.errors import NoAnswer, NotHere, QueueError, Refused, UsageError
 
-from .commands import COMMAND_TIMEOUT_S, run_command
 from .helpers import AGAIN, parse_clock, words
 from .job_state import WAITING, QueueStatus
 from .script import (
@@ -28,6 +29,8 @@ from .script import (
     render,
 )
 
+#: Seconds after which a command of a queueing system counts as hanging.
+COMMAND_TIMEOUT_S = 60.0
 #: Matches no text.
 NOTHING = re.compile(r"(?!)")
 #: Advice where the commands of a queueing system are missing.
@@ -357,13 +360,35 @@ class Queue(ABC):
     async def run(
         self, *command: str, input: str | None = None, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run one command.
+        """Run one command, which makes private files: its umask is 077.
 
+        Kill the command if the call is cancelled: a closing event loop would wait for its thread.
         Raises NoAnswer if it takes longer than `timeout_s`, and NotHere if it cannot be started.
         """
         own = {k: v for k, v in os.environ.items() if not k.startswith(self.ignored_variables)}
+        started: list[subprocess.Popen[str]] = []
+
+        def communicate() -> subprocess.CompletedProcess[str]:
+            with subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL if input is None else subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                umask=0o077,
+                start_new_session=True,
+                env={**own, **(env or {})},
+            ) as process:
+                started.append(process)
+                try:
+                    out, err = process.communicate(input, timeout=self.timeout_s)
+                finally:
+                    _kill(process)
+            return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
         try:
-            return await run_command(command, input, {**own, **(env or {})}, self.timeout_s)
+            return await asyncio.to_thread(communicate)
         except OSError as error:
             raise NotHere(f"{command[0]} cannot be started: {error.strerror}") from None
         except subprocess.TimeoutExpired as error:
@@ -374,6 +399,9 @@ class Queue(ABC):
                 f"{f' (it said: {said})' if said else ''}: {self.title} is "
                 f"overloaded or down. See whether it answers in a terminal"
             ) from None
+        finally:
+            for process in started:
+                _kill(process)
 
     async def answer(self, *command: str, **options: Any) -> str:
         """Return the output of a command; `options` are those of `run`. Raises QueueError."""
@@ -426,3 +454,10 @@ class Queue(ABC):
                     f"there is no {program} on this machine, so {lacks} {self.title}. "
                     f"{WHERE_TO_RUN}. {instead}"
                 )
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a command that has not ended, with its children, which hold the pipes too."""
+    if process.returncode is None:  # else its id may be another one's
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
