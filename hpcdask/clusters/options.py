@@ -168,7 +168,8 @@ class ClusterOptions:
             queue, found = _local_queue(settings)
             given |= found
         else:
-            queue = system.of_cluster(settings)
+            own = system.keywords
+            queue = system(**{name: settings[name] for name in own if name in settings})
         if groups is None:
             jobs = {"": reader.read(given)}
         else:

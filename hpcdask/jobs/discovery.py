@@ -135,7 +135,7 @@ async def _ask(name: str, used: bool) -> dict[str, tuple[str, QueueStatus]] | Hp
     if not used:
         queue.timeout_s = GUESS_TIMEOUT_S
     try:
-        queue.check("The other systems are shown", "nothing is known of the jobs of")
+        queue.check("The other systems are shown")
         tags = await queue.tagged()
         seen = await queue.query(tags) if tags else {}
     except HpcdaskError as error:

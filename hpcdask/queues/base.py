@@ -159,11 +159,6 @@ class Queue(ABC):
     #: Whether its own output of a job goes to a file of any name, while the job runs.
     names_log: ClassVar[bool] = False
 
-    @classmethod
-    def of_cluster(cls, keywords: dict[str, Any]) -> Queue:
-        """Make the queue of a cluster with its own `keywords`, which are taken out of these."""
-        return cls(**{name: keywords.pop(name) for name in cls.keywords if name in keywords})
-
     # What the script says
 
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
@@ -181,8 +176,6 @@ class Queue(ABC):
         old, new = "\n".join(header), "\n".join(line for line in lines if line not in header)
         if any(skip in new and skip not in old for skip in job.job_directives_skip):
             lines = header
-        if not name.startswith(request.name):
-            lines = [*lines, f"# {self.title} does not take the job name {request.name!r}"]
         lines = self.with_directives(lines, job, request)
         return render(job, lines, [*self.guard(request), *preamble], command)
 
@@ -438,20 +431,15 @@ class Queue(ABC):
             for_now=bool(self.limits.search(text)),
         )
 
-    def check(
-        self,
-        instead: str = "job_script() still shows what would be submitted",
-        lacks: str = "no job can be submitted to",
-    ) -> None:
+    def check(self, instead: str = "job_script() still shows what would be submitted") -> None:
         """Raise UsageError where a command of this system is missing; it says where to run.
 
-        `instead` says in the error what can be done all the same, `lacks` what cannot be done, up
-        to the system's name.
+        `instead` says in the error what can be done all the same.
         """
         for program in self.programs:
             if shutil.which(program) is None:
                 raise UsageError(
-                    f"there is no {program} on this machine, so {lacks} {self.title}. "
+                    f"there is no {program} on this machine, so {self.title} cannot be reached. "
                     f"{WHERE_TO_RUN}. {instead}"
                 )
 
