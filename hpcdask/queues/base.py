@@ -63,6 +63,12 @@ class Request:
     alone: bool = False
     warned: bool = False
 
+    def kind(self, resource: str) -> list[str]:
+        """Return the type of GPU as a resource, if any; ``model=a100`` names another resource."""
+        if not self.gpu_type:
+            return []
+        return [self.gpu_type if "=" in self.gpu_type else f"{resource}={self.gpu_type}"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:

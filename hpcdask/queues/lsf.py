@@ -79,10 +79,9 @@ class LsfQueue(Queue):
     # What the script says
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
-        # the GPU's model, or other GPU requirements, as in gmodel=A100:j_exclusive=yes
-        kind = request.gpu_type or ""
-        kind = f":{kind}" if "=" in kind else f":gmodel={kind}" if kind else ""
-        return [*lines, f'#BSUB -gpu "num={request.gpus}{kind}"']
+        # the type may be other requirements too, as in gmodel=A100:j_exclusive=yes
+        wanted = ":".join([f"num={request.gpus}", *request.kind("gmodel")])
+        return [*lines, f'#BSUB -gpu "{wanted}"']
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         folder = one_line(request.folder, "the folder of logs")

@@ -159,10 +159,8 @@ class PbsQueue(Queue):
 def _gpus(form: str, request: Request) -> list[str]:
     """Return the request's GPUs and their type in PBS Professional's words, or in Torque's."""
     if form == "nodes":
-        return [f"gpus={request.gpus}", *([request.gpu_type] if request.gpu_type else [])]
-    kind = request.gpu_type or ""
-    named = [kind if "=" in kind else f"gpu_type={kind}"] if kind else []
-    return [f"ngpus={request.gpus}", *named]
+        return [f"gpus={request.gpus}", *filter(None, [request.gpu_type])]
+    return [f"ngpus={request.gpus}", *request.kind("gpu_type")]
 
 
 def _with_gpus(found: re.Match[str], request: Request) -> str:

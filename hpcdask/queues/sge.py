@@ -57,10 +57,7 @@ class SgeQueue(Queue):
     # What the script says
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
-        # the GPU's type as the resource gpu_type, or the site's own as in model=a100
-        kind = request.gpu_type or ""
-        kind = f",{kind}" if "=" in kind else f",gpu_type={kind}" if kind else ""
-        return [*lines, f"#$ -l gpu={request.gpus}{kind}"]
+        return [*lines, f"#$ -l {','.join([f'gpu={request.gpus}', *request.kind('gpu_type')])}"]
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         folder = one_line(request.folder, "the folder of logs")

@@ -22,7 +22,7 @@ from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
 from .base import Allocation, Queue, Request
 from .helpers import elements, parse_clock, pick, read
 from .job_state import OVER, QueueState, QueueStatus
-from .script import double_quoted, one_line, option_values, option_words
+from .script import double_quoted, option_values, option_words
 
 GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
 
@@ -167,7 +167,7 @@ class SlurmQueue(Queue):
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         """Add the option for the GPUs; of several ``--gres`` sbatch takes the last."""
-        kind = f"{one_line(request.gpu_type, 'gpu_type')}:" if request.gpu_type else ""
+        kind = f"{request.gpu_type}:" if request.gpu_type else ""
         count = request.gpus if self.gpu_request == "gpus" else request.gpus // request.nodes
         value = f"{kind}{count}"
         if self.gpu_request == "gres":
@@ -407,14 +407,10 @@ def _expand(job: str) -> list[str]:
     """Return the ids of an array's waiting elements from ``12_[0-8:2,11%5]``.
 
     ``squeue --array`` leaves some out: SLURM 22.05 shows ``12_[0-398:2]`` without its last element.
-    Raises QueueError if it is not shown whole.
     """
     array, bracket, text = job.partition("_[")
     if not bracket:
         return [job] if re.fullmatch(r"\d+(_\d+)?", job) else []  # not ours: 12+0
-    part = r"(\d+)(?:-(\d+))?(?::(\d+))?"
-    if not re.fullmatch(rf"{part}(,{part})*(%\d+)?\]", text):
-        raise QueueError(f"squeue shortened {job[:200]!r}, so that some jobs are not known")
     return [f"{array}_{index}" for index in elements(text.partition("%")[0])]
 
 
