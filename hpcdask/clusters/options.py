@@ -32,10 +32,9 @@ from hpcdask.jobs.folder import base_path
 from hpcdask.logs import say
 from hpcdask.process import umask
 from hpcdask.queues.base import Queue, Request
-from hpcdask.queues.helpers import walltime_text
+from hpcdask.queues.helpers import check_lines, walltime_text
 from hpcdask.queues.local import LocalQueue
 from hpcdask.queues.registry import queue_class
-from hpcdask.queues.script import check_lines
 from hpcdask.security.credentials import check_configuration
 from hpcdask.security.ports import check_size
 from hpcdask.spec.argv import make_command, options, read

@@ -18,16 +18,18 @@ from typing import Any, ClassVar
 
 from hpcdask.errors import NoAnswer, NotHere, QueueError, Refused, UsageError
 
-from .helpers import AGAIN, parse_clock, words
-from .job_state import WAITING, QueueStatus
-from .script import (
+from .helpers import (
+    AGAIN,
     clean_name,
     double_quoted,
     first_number,
     one_line,
     option_values,
+    parse_clock,
     render,
+    words,
 )
+from .job_state import WAITING, QueueStatus
 
 #: Seconds after which a command of a queueing system counts as hanging.
 COMMAND_TIMEOUT_S = 60.0
@@ -199,10 +201,9 @@ class Queue(ABC):
                 if found[1] == self.memory_option and memory:
                     continue
                 if found[1] == self.name_option:
-                    line = f"{self.prefix} {self.name_directive(name)}"
-                elif found[1] in self.quoted_options.split():
-                    value = one_line(found[3], f"{self.prefix} {found[1]}")
-                    line = f"{self.prefix} {found[1]}{found[2]}{self.quote(value)}"
+                    line = f"{self.prefix} {found[1]} {self.quote(name)}"
+                elif found[1] in self.quoted_options.split() and not found[3].startswith('"'):
+                    line = f"{self.prefix} {found[1]}{found[2]}{self.quote(found[3])}"
             lines.append(line)
         return lines
 
@@ -218,16 +219,12 @@ class Queue(ABC):
         """Return the job's name as the queue takes it."""
         return clean_name(request.name, *self.name_form) if self.name_form else request.name
 
-    def name_directive(self, name: str) -> str:
-        """Return the option that gives the job this name."""
-        return f"{self.name_option} {name}"
-
     def quote(self, value: str) -> str:
         """Quote a value for the reader of directives."""
-        if value.startswith('"') or re.fullmatch(r"[\w.@,+:/=%-]+", value, re.ASCII):
+        if re.fullmatch(r"[\w.@,+:/=%-]+", value, re.ASCII):
             return value
         if self.escaped is None:
-            return shlex.quote(value)
+            return shlex.quote(one_line(value, self.prefix))
         return double_quoted(value, self.prefix, self.escaped)
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any
 from . import helpers
 from .base import Queue, Request
 from .job_state import QueueState, QueueStatus
-from .script import one_line, render
 
 STATES = {
     "status 1": (QueueState.PENDING, ""),
@@ -53,7 +52,7 @@ class HtcondorQueue(Queue):
         # HTCondor holds jobs that failed; 1 is a user's own hold
         header["periodic_remove"] = "JobStatus == 5 && HoldReasonCode != 1"
         lines = [f"#CONDOR {name} = {value}" for name, value in header.items()]
-        text = render(job, lines, [*self.guard(request), *preamble], command)
+        text = helpers.render(job, lines, [*self.guard(request), *preamble], command)
         return "#!/usr/bin/env bash\n" + text.partition("\n")[2]
 
     @classmethod
@@ -89,7 +88,7 @@ class HtcondorQueue(Queue):
 
 def _text(value: str) -> str:
     """Return a value of a submit description, whose quotes are text."""
-    return one_line(value, "a value of the job").replace("$", "$(DOLLAR)")
+    return helpers.one_line(value, "a value of the job").replace("$", "$(DOLLAR)")
 
 
 def _id(ad: Mapping[str, Any]) -> str:

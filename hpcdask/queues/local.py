@@ -34,10 +34,9 @@ from hpcdask.process import home_folder, process_start
 from hpcdask.security import private
 
 from .base import Queue, Request
-from .helpers import ended, pick, read
+from .helpers import ended, pick, read, render
 from .job_state import OVER, QueueState, QueueStatus
 from .registry import requested_gpus
-from .script import render
 
 JOB, TAG, HOME = "HPCDASK_LOCAL_JOB", "HPCDASK_TAG", "HPCDASK_HOME"
 #: Variable with the GPUs that a job was given, which its processes may not all see.

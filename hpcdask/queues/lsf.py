@@ -16,7 +16,6 @@ from typing import Any
 from . import helpers
 from .base import Allocation, Queue, Request
 from .job_state import QueueState, QueueStatus
-from .script import first_number, one_line, option_values
 
 #: What the reader of options, or of the names of files, takes for something else.
 UNQUOTABLE = re.compile(r"""['"\\$%`]""")
@@ -84,7 +83,7 @@ class LsfQueue(Queue):
         return [*lines, f'#BSUB -gpu "{wanted}"']
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
-        folder = one_line(request.folder, "the folder of logs")
+        folder = helpers.one_line(request.folder, "the folder of logs")
         # What cannot be named goes nowhere
         log = "/dev/null" if UNQUOTABLE.search(folder) else f'"{folder}/queue-%J.%I.log"'
         return [*lines, f'#BSUB -Jd "{request.tag}"', "#BSUB -rn", f"#BSUB -o {log}"]
@@ -92,9 +91,9 @@ class LsfQueue(Queue):
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
         """Read ``-gpu "num=2:gmodel=A100"``; ``-gpu -`` is one GPU."""
-        for value in option_values(directive, "-gpu"):
-            return first_number(cls.gpu_pattern, [value]) or 1
-        return first_number(USAGE, option_values(directive, "-R"))
+        for value in helpers.option_values(directive, "-gpu"):
+            return helpers.first_number(cls.gpu_pattern, [value]) or 1
+        return helpers.first_number(USAGE, helpers.option_values(directive, "-R"))
 
     @classmethod
     def parse_walltime(cls, text: str) -> timedelta:

@@ -20,7 +20,6 @@ from hpcdask.errors import QueueError, UsageError
 from . import helpers
 from .base import Allocation, Queue, Request
 from .job_state import QueueState, QueueStatus
-from .script import one_line
 
 TAG = "# HPCDASK_TAG="
 RUNS = ("Launching", "Running", "Resuming", "Finishing", "toError")
@@ -70,9 +69,6 @@ class OarQueue(Queue):
 
     # What the script says
 
-    def name_directive(self, name: str) -> str:
-        return super().name_directive(shlex.quote(name))
-
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         """Add the GPUs to the header's resources, unless the user's resources have them.
 
@@ -87,7 +83,7 @@ class OarQueue(Queue):
         return [*lines, f"#OAR -l {shlex.quote(_add('/nodes=1', request))}"]
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
-        log = one_line(f"{request.folder}/queue-%jobid%.log", "the folder of logs")
+        log = helpers.one_line(f"{request.folder}/queue-%jobid%.log", "the folder of logs")
         log = shlex.quote(log) if NAMEABLE.fullmatch(log) else "/dev/null"
         return [*lines, f"#OAR -O {log}", f"#OAR -E {log}", f"{TAG}{request.tag}"]
 

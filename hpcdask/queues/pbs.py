@@ -21,7 +21,6 @@ from hpcdask.errors import UsageError
 from . import helpers
 from .base import Allocation, Queue, Request
 from .job_state import QueueState, QueueStatus
-from .script import one_line
 
 TIME = "%a %b %d %H:%M:%S %Y"
 STATES = {
@@ -85,7 +84,7 @@ class PbsQueue(Queue):
         return [*lines, f"#PBS -l {','.join(_gpus('select', request))}"]
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
-        folder = one_line(request.folder, "the folder of logs").rstrip("/") + "/"
+        folder = helpers.one_line(request.folder, "the folder of logs").rstrip("/") + "/"
         own = ["#PBS -j oe", f"#PBS -o {shlex.quote(folder)}", "#PBS -W umask=077"]
         # of several ``-v`` the last one counts
         given = [line for line in lines if line.startswith("#PBS -v ")]

@@ -16,7 +16,6 @@ from hpcdask.errors import UsageError
 from . import helpers
 from .base import Allocation, Queue, Request
 from .job_state import QueueState, QueueStatus
-from .script import one_line
 
 #: What the reader of directives or of paths takes for something else.
 UNQUOTABLE = re.compile(r"""['"\\$,:]""")
@@ -60,7 +59,7 @@ class SgeQueue(Queue):
         return [*lines, f"#$ -l {','.join([f'gpu={request.gpus}', *request.kind('gpu_type')])}"]
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
-        folder = one_line(request.folder, "the folder of logs")
+        folder = helpers.one_line(request.folder, "the folder of logs")
         # What cannot be named goes nowhere
         odd = UNQUOTABLE.search(folder)
         log = "/dev/null" if odd else f'"{folder}/queue-$JOB_ID.$TASK_ID.log"'

@@ -20,9 +20,8 @@ from typing import Any, Literal, get_args
 from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
 
 from .base import Allocation, Queue, Request
-from .helpers import elements, parse_clock, pick, read
+from .helpers import double_quoted, elements, option_values, option_words, parse_clock, pick, read
 from .job_state import OVER, QueueState, QueueStatus
-from .script import double_quoted, option_values, option_words
 
 GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
 
@@ -161,9 +160,6 @@ class SlurmQueue(Queue):
         self._shown: set[str] = set()  # by the last query
 
     # What the script says
-
-    def name_directive(self, name: str) -> str:
-        return f"--job-name={double_quoted(name, 'job_name')}"
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         """Add the option for the GPUs; of several ``--gres`` sbatch takes the last."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Allocation
+from hpcdask.queues.helpers import one_line
 from hpcdask.queues.registry import requested_gpus
-from hpcdask.queues.script import one_line
 from hpcdask.security.ports import PER_SCHEDULER, check_size
 from hpcdask.spec.parsing import configured_port_range
 

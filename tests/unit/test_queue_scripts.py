@@ -57,7 +57,7 @@ GOLDEN: dict[str, tuple[dict[str, Any], str]] = {
     "SLURM": (
         {"folder": ODD_FOLDER, "queue": "gpu", "account": "my account", "gpu_type": "a100"},
         """\
-#SBATCH --job-name="it's my; job"
+#SBATCH -J "it's my; job"
 #SBATCH -p gpu
 #SBATCH -A "my account"
 #SBATCH -n 1
@@ -338,7 +338,7 @@ def test_a_users_memory_takes_the_place_of_the_jobs(own: str):
 def test_quoting_of_slurm():
     odd = {"job_name": 'a "b" \\c #d', "account": "it's me", "queue": "a;b", "job_mem": "1 G"}
     assert {
-        '--job-name="a \\"b\\" \\\\c #d"',
+        '-J "a \\"b\\" \\\\c #d"',
         '-A "it\'s me"',
         '-p "a;b"',
         '--mem="1 G"',

@@ -84,7 +84,7 @@ def refused(*words: str) -> str:
 
 SLURM = """\
 #!/usr/bin/env bash
-#SBATCH --job-name="my train.py"
+#SBATCH -J "my train.py"
 #SBATCH -p gpu
 #SBATCH -A "my account"
 #SBATCH --cpus-per-task=8
@@ -192,7 +192,7 @@ def test_launchers_and_containers():
     assert text.endswith("exec mpirun -n 2 PYTHON -P -m hpcdask.run -m hpcdask.bench array\n")
     text = script("slurm", "--run", "--scheduler-file 'my cluster.json'")
     assert text.endswith("-m hpcdask.run --scheduler-file 'my cluster.json'\n")
-    assert '--job-name="dask-cluster"' in text
+    assert "-J dask-cluster\n" in text
 
 
 def test_everything_from_the_program_on_is_the_program_s():
@@ -209,7 +209,7 @@ def test_everything_from_the_program_on_is_the_program_s():
         (("--mem", "64GB"), "--mem=65536M"),
         (("--mem", "1.5g"), "--mem=1536M"),
         (("-p", "gpu"), "-p gpu"),
-        (("-J", "mine"), '--job-name="mine"'),
+        (("-J", "mine"), "-J mine"),
         (("-c", "4"), "--cpus-per-task=4"),
     ],
 )
