@@ -10,10 +10,20 @@ import dask.array as da
 import numpy as np
 
 from hpcdask.bench.cluster import Cluster
-from hpcdask.bench.execution import Finished, Timed, check_room, compute, run, suitable
+from hpcdask.bench.execution import Timed, check_room, compute, run, suitable
 from hpcdask.bench.measurement import Measurement
 from hpcdask.errors import UsageError
-from hpcdask.workloads import Form, array, client_cupy, packing, plain_svd, slab_rows, svd, to_host
+from hpcdask.workloads import (
+    Check,
+    Form,
+    array,
+    client_cupy,
+    packing,
+    plain_svd,
+    slab_rows,
+    svd,
+    to_host,
+)
 
 #: Operations on an array that do not keep it.
 STREAMED = ("sum", "mean", "std")
@@ -35,32 +45,28 @@ def run_array(
     chunk_nbytes: int | None = None,
 ) -> Measurement:
     """Measure one of `plain_array.NAMES` on `nbytes` of float64; only the sum has a tuned form."""
-    device = cluster.device
     nbytes = nbytes or suitable(cluster, f"array, {form}" if operation == "sum" else "operation")
     if operation not in STREAMED:
         # Each worker of a product has all of the array; and the result takes as much as an array
         copies = 2 * (len(cluster.workers) if operation == "matmul" else 1)
         check_room(cluster, nbytes, f"; {', '.join(STREAMED)} take any size", copies=copies)
-    n = array.side(nbytes)
-    chunks = da.core.normalize_chunks(array.STOCK_CHUNKS[device], (n, n), dtype="float64")
+    device, n = cluster.device, array.side(nbytes)
     if form == "tuned":  # in chunks of an even number of rows
-        how = {"n_slots": cluster.n_slots, "multiple": 2}
-        how["max_nbytes"] = chunk_nbytes or array.MAX_CHUNK_NBYTES[device]
-        chunks = slab_rows(n, array.ITEM_NBYTES * n, **how), (n,)
+        most = chunk_nbytes or array.MAX_CHUNK_NBYTES[device]
+        how = {"n_slots": cluster.n_slots, "multiple": 2, "max_nbytes": most}
+        chunks: Any = slab_rows(n, array.ITEM_NBYTES * n, **how), (n,)
+    else:
+        chunks = da.core.normalize_chunks(array.STOCK_CHUNKS[device], (n, n), dtype="float64")
 
     def build(_: Any, index: int) -> list[Any]:
         if form == "tuned":
             return [array.tuned_sum(chunks[0], n, device=device, seed=index)]
         return [array.build(operation, n, device, index)]
 
-    def finish(_: Any, timed: Timed) -> Finished:
-        checks = array.check(operation, to_host(timed.results[0]), n)
-        return {"operation": operation, **{one.name: one.value for one in checks}}, checks
-
     return run(
         cluster,
         build,
-        finish,
+        lambda _, timed: array.check(operation, to_host(timed.results[0]), n),
         repeats=repeats,
         chunks=chunks,
         workload="array",
@@ -86,11 +92,11 @@ def run_svd(
     device, k = cluster.device, 10 if k is None else k
     shape = svd.shape_for(nbytes or suitable(cluster, f"svd, {form}"))
     check_room(cluster, math.prod(shape) // (4 if packed else 1), ", and --packed takes four times")
+    library = np
     if form == "tuned":
+        most = chunk_nbytes or svd.MAX_CHUNK_NBYTES[device]
         cut = {"n_slots": cluster.n_slots, "per_slot": svd.CHUNKS_PER_SLOT[device]}
-        cut["max_nbytes"] = chunk_nbytes or svd.MAX_CHUNK_NBYTES[device]
-        chunks: Any = slab_rows(*shape, **cut), (shape[1],)
-        library = np
+        chunks: Any = slab_rows(*shape, **cut, max_nbytes=most), (shape[1],)
     else:
         chunks = da.core.normalize_chunks(svd.STOCK_CHUNKS, shape)
         library = client_cupy() if device == "cuda" else np
@@ -104,14 +110,11 @@ def run_svd(
         how: dict[str, Any] = {"packed_columns": columns, "seed": index, "device": device}
         return svd.svd_rows(x, k, dtype="float32", **how)
 
-    def finish(x: Any, timed: Timed) -> Finished:
-        # a seed of its own: the scheduler must not meet the same keys in another graph
-        return _finish(cluster, x, decompose(x, repeats + 1), timed, expected, columns)
-
     return run(
         cluster,
         lambda x, index: decompose(x, index)[1:],
-        finish,
+        # a seed of its own: the scheduler must not meet the same keys in another graph
+        lambda x, timed: _check(cluster, x, decompose(x, repeats + 1), timed, expected, columns),
         repeats=repeats,
         x=x,
         evenly=form == "tuned",
@@ -140,15 +143,15 @@ def run_svd_exact(cluster: Cluster, nbytes: int | None = None, *, repeats: int =
     library = client_cupy() if cluster.device == "cuda" else np
     x = plain_svd.random_matrix(n_rows, EXACT_COLUMNS, EXACT_ROWS, library)
 
-    def finish(x: Any, timed: Timed) -> Finished:
+    def check(x: Any, timed: Timed) -> list[Check]:
         squares = np.linalg.eigvalsh(to_host(compute(cluster, [x.T @ x])[0]))[::-1]
         whole = plain_svd.exact(x)
-        return _finish(cluster, x, whole, timed, np.sqrt(squares), tolerance=EXACT_TOLERANCE)
+        return _check(cluster, x, whole, timed, np.sqrt(squares), tolerance=EXACT_TOLERANCE)
 
     return run(
         cluster,
         lambda x, _: plain_svd.exact(x)[1:],
-        finish,
+        check,
         repeats=repeats,
         x=x,
         chunks=x.chunks,
@@ -160,7 +163,7 @@ def run_svd_exact(cluster: Cluster, nbytes: int | None = None, *, repeats: int =
     )
 
 
-def _finish(
+def _check(
     cluster: Cluster,
     x: Any,
     whole: Sequence[Any],
@@ -168,7 +171,7 @@ def _finish(
     expected: Any,
     packed_columns: int | None = None,
     tolerance: float = svd.TOLERANCE,
-) -> Finished:
+) -> list[Check]:
     """Check the s and v that were timed, and a whole decomposition by some rows of u."""
     u, s, v = whole
     starts = sorted({0, x.shape[0] // 2, max(0, x.shape[0] - SAMPLE)})
@@ -177,8 +180,7 @@ def _finish(
     of_x, of_u = np.concatenate(blocks[: len(starts)]), np.concatenate(blocks[len(starts) :])
     if packed_columns:
         of_x = packing.unpack(of_x, packed_columns)
-    checks = svd.check(s, v, u_gram, of_x, of_u, expected, tolerance)
-    s, v = (to_host(result) for result in timed.results)
-    of_timed = svd.check(s, v, u_gram, of_x, of_u, expected, tolerance)
-    checks = [of_timed[0], checks[1], of_timed[2], checks[3]]
-    return {"singular_values": s.tolist()}, checks
+    _, orthogonal_u, _, residual = svd.check(s, v, u_gram, of_x, of_u, expected, tolerance)
+    s, v = map(to_host, timed.results)
+    values, _, orthogonal_v, _ = svd.check(s, v, u_gram, of_x, of_u, expected, tolerance)
+    return [values, orthogonal_u, orthogonal_v, residual]

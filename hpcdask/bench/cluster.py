@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import math
 import os
 import platform
@@ -12,13 +11,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+import dask
 import distributed
 import numpy as np
 
+import hpcdask
 from hpcdask.errors import ClusterError, UsageError, installing
 from hpcdask.gpu.devices import NONE_VISIBLE, visible_gpus
 from hpcdask.gpu.driver import cuda_extra, has_nvidia_driver, read
@@ -78,10 +79,9 @@ class Cluster:
 
     def describe(self) -> dict[str, Any]:
         """Return on what, with what and when something is measured now."""
-        versions = {"python": platform.python_version(), "numpy": np.__version__, "cupy": self.cupy}
-        for package in ("dask", "distributed", "hpcdask"):
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                versions[package] = importlib.metadata.version(package)
+        packages = hpcdask, dask, distributed, np
+        versions = {package.__name__: package.__version__ for package in packages}
+        versions |= {"python": platform.python_version(), "cupy": self.cupy}
         protocols = {worker.address.partition("://")[0] for worker in self.workers}
         protocols |= {"ucx"} & {one for worker in self.workers for one in worker.peers.values()}
         return {
@@ -109,8 +109,6 @@ def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
     found = client.run(probe)
     device, answers = choose_device(found, wanted), found.values()
     workers = [Worker(address, *answer["worker"]) for address, answer in found.items()]
-    if len({worker.name for worker in workers}) < len(workers):
-        workers = [replace(worker, name=worker.address) for worker in workers]
     workers.sort(key=lambda worker: (worker.host, natural(worker.name)))
     limits = [answer["memory_limit"] for answer in answers]
     memory, cupy, devices = sum(limits) if all(limits) else sys.maxsize, None, {"cpu": len(found)}
@@ -199,8 +197,9 @@ def wait(
         running = now if "running" in states.values() else running
         if now > start + within_s:
             gone = [worker.name for worker in cluster.workers if worker.address not in states]
-            why = f"workers left: {some(gone)}" if gone else "see what else the workers do"
-            raise ClusterError(f"{what}: not complete after {within_s:.3g} s; {why}")
+            raise ClusterError(
+                f"{what}: not complete after {within_s:.3g} s; workers left: {some(gone) or 'none'}"
+            )
         if now > running + IDLE_TIMEOUT_S:
             raise ClusterError(
                 f"no worker could run a Dask task for {IDLE_TIMEOUT_S:g} s: {len(states)} are "

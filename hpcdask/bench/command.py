@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -38,14 +39,12 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def size(text: str) -> int:
     """Parse a number of bytes with a unit."""
-    nbytes = 0
-    if any(map(str.isdigit, text)):  # parse_bytes takes "" for 1
-        with contextlib.suppress(ValueError, OverflowError):
-            nbytes = int(parse_bytes(text))
-    if nbytes < 1:
-        forms = "a number of bytes with a unit, such as 200GB, 64GiB or 2TB"
-        raise click.BadParameter(f"{text!r} is not a size: {forms}")
-    return nbytes
+    with contextlib.suppress(ValueError, OverflowError):
+        # parse_bytes takes "" for 1
+        if re.search(r"\d", text) and (nbytes := int(parse_bytes(text))) > 0:
+            return nbytes
+    forms = "a number of bytes with a unit, such as 200GB, 64GiB or 2TB"
+    raise click.BadParameter(f"{text!r} is not a size: {forms}")
 
 
 def file(text: str) -> Path:
@@ -56,22 +55,27 @@ def file(text: str) -> Path:
     return path
 
 
-REPORT = click.option(
-    *("--report", "report_file"),
-    type=file,
-    metavar="FILE.html",
-    help="Write a web page with charts.",
-)
-JSON = click.option(
-    *("--json", "json_file"), type=file, help="Append the results to this file, as JSON lines."
-)
-SCHEDULER = click.option("--scheduler-file", metavar="FILE", help="Use the cluster of this file.")
-DEVICE = click.option(
-    "--device",
-    type=click.Choice(["auto", "cuda", "cpu"]),
-    default="auto",
-    show_default=True,
-    help="What workers compute on. auto: GPUs where there are any, else the CPU.",
+#: Options of all workloads.
+COMMON = (
+    click.option(
+        "--device",
+        type=click.Choice(["auto", "cuda", "cpu"]),
+        default="auto",
+        show_default=True,
+        help="What workers compute on. auto: GPUs where there are any, else the CPU.",
+    ),
+    click.option("--scheduler-file", metavar="FILE", help="Use the cluster of this file."),
+    click.option(
+        *("--json", "json_file"),
+        type=file,
+        help="Append the results to this file, as JSON lines.",
+    ),
+    click.option(
+        *("--report", "report_file"),
+        type=file,
+        metavar="FILE.html",
+        help="Write a web page with charts.",
+    ),
 )
 REPEATS = click.option(
     "--repeats",
@@ -124,10 +128,6 @@ def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
         mpirun -n 8 hpcdask bench array --size 2TB --form both
     """
     if compare is not None:
-        if ctx.invoked_subcommand is not None:
-            raise UsageError(
-                f"--compare reads two files; to measure {ctx.invoked_subcommand}, leave it out"
-            )
         raise SystemExit(compare_files(*compare))
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -139,18 +139,13 @@ def workload(name: str, *options: Decorator) -> Decorator:
     def decorate(function: Callable[..., Runs]) -> Callable[..., Any]:
         @functools.wraps(function)
         def command(**given: Any) -> None:
-            if more := click.get_current_context().args:
-                raise UsageError(
-                    f"hpcdask bench measures one workload: run hpcdask bench {name}, then hpcdask "
-                    f"bench {more[0]}, or hpcdask bench all"
-                )
-            common = ("report_file", "json_file", "scheduler_file", "device")
+            common = ("device", "scheduler_file", "json_file", "report_file")
             how = {name: given.pop(name) for name in common}
             execute(function(**given), leave_out=name == "all", **how)
 
-        for option in reversed((*options, DEVICE, SCHEDULER, JSON, REPORT)):
+        for option in reversed((*options, *COMMON)):
             command = option(command)
-        return bench.command(name, context_settings={"allow_extra_args": True})(command)
+        return bench.command(name)(command)
 
     return decorate
 

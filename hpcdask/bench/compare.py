@@ -7,33 +7,24 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import click
 from dask.utils import format_bytes
-from rich.table import Table
 
-from hpcdask.bench.measurement import VERSION, Measurement, console
+from hpcdask.bench.measurement import VERSION, Measurement, hardware_rate
 from hpcdask.errors import UsageError
+from hpcdask.logs import text_table
 
-#: Ratio from which on a time is another one, and that of transfers and of single times.
-TOLERANCE, LOOSE = 1.15, 1.2
+#: Ratio from which on a time is another one; that of transfers and of single times; and that of 8
+#: bytes, which is event loops' time, with the least difference in seconds.
+TOLERANCE, LOOSE, OF_LATENCY, LEAST_S = 1.15, 1.2, 1.5, 0.5e-3
+#: Names of the parts of a workload: the whole, and the transfers of 8 bytes. Others are pairs.
+WHOLE, LATENCY = "", "8 bytes"
 UNCLEAR = (
     "unclear: the times scatter as much as they differ. Measure again with more --repeats, or "
     "append several runs to each file, before and after in turn"
 )
-
-
-class Part(NamedTuple):
-    """Part of a workload, and the ratio and the seconds from which on its time is another one."""
-
-    name: str
-    tolerance: float = TOLERANCE
-    least_s: float = 0.0
-
-
-WHOLE = Part("")
-#: The time of 8 bytes is that of event loops.
-LATENCY = Part("8 bytes", 1.5, 0.5e-3)
 
 
 class Change(NamedTuple):
@@ -44,6 +35,13 @@ class Change(NamedTuple):
     after: Sequence[float]
     verdict: str
 
+    def cells(self) -> list[str]:
+        """Return the texts of a table's row; a ratio above 1 is slower."""
+        ratio = "-"
+        if self.before and self.after:
+            ratio = f"{statistics.median(self.after) / statistics.median(self.before):.3f}"
+        return [self.name, _text(self.before), _text(self.after), ratio, self.verdict]
+
 
 def load(path: str | Path) -> list[Measurement]:
     """Read what ``hpcdask bench --json`` wrote, one measurement a line."""
@@ -51,7 +49,7 @@ def load(path: str | Path) -> list[Measurement]:
     try:
         lines = filter(str.strip, Path(path).read_text(encoding="utf-8").splitlines())
         found.extend(_parse(json.loads(line)) for line in lines)
-    except (AttributeError, KeyError, OSError, TypeError, ValueError, RecursionError) as exc:
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as exc:
         raise UsageError(
             f"{path}, result {len(found) + 1} is none that `hpcdask bench --json` of this version "
             f"wrote ({type(exc).__name__}: {exc})"
@@ -109,23 +107,24 @@ def _changes(old: list[Measurement], new: list[Measurement]) -> Iterator[Change]
             wrong = any(one.failed for one in new)
             yield Change(name, was, now, "wrong" if wrong else verdict)
         elif verdict in ("slower", "faster", "unclear"):
-            yield Change(f"{name.partition(',')[0]}: {part.name}", was, now, verdict)
+            yield Change(f"{name.partition(',')[0]}: {part}", was, now, verdict)
 
 
-def _times(group: Sequence[Measurement]) -> dict[Part, list[float]]:
-    """Return all seconds of equal measurements."""
-    found: dict[Part, list[float]] = {}
+def _times(group: Sequence[Measurement]) -> dict[str, list[float]]:
+    """Return all seconds of equal measurements, by part."""
+    found: dict[str, list[float]] = {}
     for one in group:
         found.setdefault(WHOLE, []).extend(one.seconds)
         if one.exchange:
+            names = one.exchange.names
             found.setdefault(LATENCY, []).extend(one.exchange.latencies())
             for pair in one.exchange.pairs:
-                ends = (one.exchange.names[end] for end in (pair.sender, pair.receiver))
-                found.setdefault(Part(" -> ".join(ends), LOOSE), []).extend(pair.seconds)
+                part = f"{names[pair.sender]} -> {names[pair.receiver]}"
+                found.setdefault(part, []).extend(pair.seconds)
     return found
 
 
-def _verdict(part: Part, before: Sequence[float], after: Sequence[float]) -> str:
+def _verdict(part: str, before: Sequence[float], after: Sequence[float]) -> str:
     """Judge by the best times and the medians: the worst may be somebody else's doing.
 
     A change is unclear within twice the standard error, estimated by the better half of each side.
@@ -143,8 +142,9 @@ def _verdict(part: Part, before: Sequence[float], after: Sequence[float]) -> str
         (statistics.median(side) / min(side) - 1) / math.sqrt(len(side)) for side in (before, after)
     )
     single = min(len(before), len(after)) == 1
-    verdict = judge(max(part.tolerance, LOOSE) if single else part.tolerance)
-    if abs(min(after) - min(before)) < part.least_s:
+    tolerance = {WHOLE: LOOSE if single else TOLERANCE, LATENCY: OF_LATENCY}.get(part, LOOSE)
+    verdict = judge(tolerance)
+    if part == LATENCY and abs(min(after) - min(before)) < LEAST_S:
         return "same"
     return verdict if verdict in ("same", judge(1 + 2 * sum(errors))) else "unclear"
 
@@ -161,37 +161,25 @@ def compare_files(before: str | Path, after: str | Path) -> int:
     Below the table are the versions, and the hardware's rates, that differ.
     """
     old, new = load(before), load(after)
-    changes, out = compare(old, new), console()
-    made = Table(box=None, header_style="bold", pad_edge=False)
-    made.add_column("workload", overflow="fold")
-    for head in ("before", "after", "ratio"):
-        made.add_column(head, justify="right")
-    made.add_column("")
-    for name, *sides, verdict in changes:
-        was, now = (statistics.median(side or [math.nan]) for side in sides)
-        ratio = f"{now / was:.3f}" if all(sides) else "-"  # above 1 is slower
-        made.add_row(name, *map(_text, sides), ratio, verdict)
-    out.print(made)
+    changes = compare(old, new)
+    heads = ["workload", "before", "after", "ratio", ""]
+    click.echo(text_table([heads, *(change.cells() for change in changes)]))
     if any(one.verdict == "unclear" for one in changes):
-        out.print(UNCLEAR)
+        click.echo(UNCLEAR)
+    was, now = old[-1].versions, new[-1].versions
     versions = [
-        f"{name} {was or 'none'} -> {now or 'none'}"
-        for name, was, now in _pairs(*(run[-1].versions for run in (old, new)))
-        if was != now
+        f"{name} {was[name] or 'none'} -> {now.get(name) or 'none'}"
+        for name in was
+        if was[name] != now.get(name)
     ]
     if versions:
-        out.print(f"versions: {', '.join(versions)}")
-    rates = ({k: v for one in run for k, v in one.rates.items()} for run in (old, new))
+        click.echo(f"versions: {', '.join(versions)}")
+    earlier, later = (next((one.rates for one in run if one.rates), {}) for run in (old, new))
     limits = [
-        f"{name} {was:.3g} -> {now:.3g}"
-        for name, was, now in _pairs(*rates)
-        if was and now and not 1 / TOLERANCE <= now / was <= TOLERANCE
+        f"{name} {hardware_rate(name, earlier[name])} -> {hardware_rate(name, later[name])}"
+        for name in earlier
+        if name in later and not 1 / TOLERANCE <= later[name] / earlier[name] <= TOLERANCE
     ]
     if limits:
-        out.print(f"limits of the hardware, per second: {', '.join(limits)}")
+        click.echo(f"limits of the hardware: {', '.join(limits)}")
     return int(any(one.verdict in ("slower", "wrong") for one in changes))
-
-
-def _pairs(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return each name with its value on either side, or None."""
-    return [(name, before.get(name), after.get(name)) for name in sorted({**before, **after})]

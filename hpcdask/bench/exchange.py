@@ -12,17 +12,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from dask.utils import format_bytes, format_time
 from distributed import get_worker
-from rich.table import Table
 
 from hpcdask.bench.cluster import Cluster, wait
-from hpcdask.bench.measurement import Exchange, Measurement, Pair, console, rate
+from hpcdask.bench.measurement import Exchange, Measurement, Pair, rate
 from hpcdask.errors import UsageError
-from hpcdask.logs import say
+from hpcdask.logs import say, text_table
 from hpcdask.workloads import Check, Device, WorkloadError, array_module
 
 PAIR_NBYTES = {"cuda": 256_000_000, "cpu": 16_000_000}
@@ -66,25 +65,32 @@ def run_exchange(
     # pairs take turns, so that what disturbs for a moment disturbs one repeat of many
     large = [blocks.measure(groups, blocks.n_items) for _ in range(1 + repeats)][1:]
     small = [blocks.measure(groups, 1) for _ in range(repeats)]
-    pairs = tuple(
-        Pair(
-            *(i, j, cluster.workers[j].transport_from(cluster.workers[i])),
-            *(tuple(seconds[i, j] for seconds in rounds) for rounds in (large, small)),
-        )
-        for i, j in everyone
-    )
     share = BLOCKS_FRACTION * cluster.memory_nbytes / n / (2 * n)
     n_items = max(1, int(min(nbytes, share)) // ITEM_NBYTES)
-    every = [blocks.move(everyone, n_items).values() for _ in range(1 + repeats)][1:]
-    names, hosts = zip(*((one.name, one.host) for one in cluster.workers), strict=True)
-    found = Exchange(names, hosts, nbytes, pairs, n_items * ITEM_NBYTES)
-    found = replace(found, slow=tuple(judge(found.rates(), names, hosts)))
+    every = [blocks.move(everyone, n_items) for _ in range(1 + repeats)][1:]
+    found = Exchange(
+        names=tuple(one.name for one in cluster.workers),
+        hosts=tuple(one.host for one in cluster.workers),
+        block_nbytes=nbytes,
+        pairs=tuple(
+            Pair(
+                sender=i,
+                receiver=j,
+                over=cluster.workers[j].transport_from(cluster.workers[i]),
+                seconds=tuple(times[i, j] for times in large),
+                latency_s=tuple(times[i, j] for times in small),
+            )
+            for i, j in everyone
+        ),
+        all_to_all_nbytes=n_items * ITEM_NBYTES,
+    )
+    found = replace(found, slow=tuple(judge(found.rates(), found.names, found.hosts)))
     measured = Measurement(
         workload="exchange",
         variant="alone" if alone else "",
         block_nbytes=nbytes,
-        seconds=tuple(max(one.seconds for one in received) for received in every),
-        moved=int(sum(one.nbytes for one in every[-1])),
+        seconds=tuple(max(times.values()) for times in every),
+        moved=len(everyone) * found.all_to_all_nbytes,
         checks=(Check("blocks that arrived wrong", blocks.n_wrong, 0, 0),),
         exchange=found,
         **cluster.describe(),
@@ -97,11 +103,10 @@ def _size(cluster: Cluster, nbytes: int | None) -> int:
     """Return the bytes of a block, a whole number of items."""
     most = int(BLOCKS_FRACTION * cluster.memory_nbytes / len(cluster.workers) / HELD)
     nbytes = min(PAIR_NBYTES[cluster.device], most) if nbytes is None else nbytes
-    if nbytes < ITEM_NBYTES:
-        raise UsageError(f"--size {nbytes} B is too small: the least is {ITEM_NBYTES} B")
-    if nbytes > most:
+    if not ITEM_NBYTES <= nbytes <= most:
         raise UsageError(
-            f"--size {format_bytes(nbytes)} does not fit {cluster}: {most // 10**6}MB is the most"
+            f"--size {format_bytes(nbytes)} does not fit {cluster}: {ITEM_NBYTES} B is the least, "
+            f"{most // 10**6}MB the most"
         )
     return nbytes // ITEM_NBYTES * ITEM_NBYTES
 
@@ -137,8 +142,8 @@ class Blocks:
         self.buffers = [cluster.start(i, fill, i, n, n_items, device) for i in range(n)]
         wait(cluster, self.buffers, "the buffers", STEP_DEADLINE_S)
 
-    def move(self, pairs: Pairs, n_items: int) -> dict[int, Received]:
-        """Move a block between each of the pairs, all at once; return the reports by receiver."""
+    def move(self, pairs: Pairs, n_items: int) -> dict[int, float]:
+        """Move a block between each of the pairs, all at once; return the receivers' seconds."""
         cluster, nbytes = self.cluster, len(pairs) * n_items * ITEM_NBYTES
         what = f"{format_bytes(nbytes)} between {len(pairs)} pairs of workers"
         within_s = STEP_DEADLINE_S + nbytes / LEAST_BYTES_PER_S
@@ -148,35 +153,22 @@ class Blocks:
         for (i, j), block in zip(pairs, views, strict=True):
             first = first_item(i, j, len(self.buffers))
             incoming.setdefault(j, []).append((block, block.key, first))
-        sinks = [
-            cluster.start(j, sink, *map(list, zip(*blocks, strict=True)), n_items)
-            for j, blocks in incoming.items()
-        ]
+        sinks = [cluster.start(j, sink, blocks, n_items) for j, blocks in incoming.items()]
         wait(cluster, sinks, what, within_s)
-        received = dict(zip(incoming, cluster.client.gather(sinks), strict=True))
-        self.n_wrong += sum(one.n_wrong for one in received.values())
-        return received
+        seconds, n_wrong = zip(*cluster.client.gather(sinks), strict=True)
+        self.n_wrong += sum(n_wrong)
+        return dict(zip(incoming, seconds, strict=True))
 
     def measure(self, groups: list[Pairs], n_items: int) -> Rates:
         """Return the seconds of a block between each of the pairs, step by step."""
-        steps = ((pairs, self.move(pairs, n_items)) for pairs in groups)
-        # the lines of many pairs are long: four digits are significant
-        return {
-            (i, j): float(f"{received[j].seconds:.4g}")
-            for pairs, received in steps
-            for i, j in pairs
-        }
+        seconds: dict[tuple[int, int], float] = {}
+        for step in groups:
+            received = self.move(step, n_items)
+            seconds |= {(i, j): received[j] for i, j in step}
+        return seconds
 
 
 # --- on a worker ----------------------------------------------------------------------------------
-
-
-class Received(NamedTuple):
-    """Report of a receiving worker; ``n_wrong`` blocks did not hold what they should."""
-
-    seconds: float
-    nbytes: int
-    n_wrong: int
 
 
 def first_item(source: int, destination: int, n_workers: int) -> int:
@@ -197,27 +189,24 @@ def view(buffer: Any, destination: int, n_items: int) -> Any:
     return buffer[start : start + n_items]
 
 
-def sink(
-    blocks: Sequence[Any], names: Sequence[str], firsts: Sequence[int], n_items: int
-) -> Received:
-    """Check the blocks, by the names of their keys, and report how long they took."""
-    keys = set(names)
+def sink(incoming: Sequence[tuple[Any, str, int]], n_items: int) -> tuple[float, int]:
+    """Return how long the blocks took, by the names of their keys, and how many are wrong."""
+    blocks, names, firsts = zip(*incoming, strict=True)
     log = list(get_worker().transfer_incoming_log)
-    entries = [entry for entry in log if keys & entry["keys"].keys()]
-    if len({key for entry in entries for key in entry["keys"]} & keys) < len(keys):
+    entries = [entry for entry in log if not entry["keys"].keys().isdisjoint(names)]
+    if not {key for entry in entries for key in entry["keys"]}.issuperset(names):
         raise WorkloadError(
-            f"the worker's log of {len(log)} transfers does not have all of {sorted(keys)}: "
+            f"the worker's log of {len(log)} transfers does not have all of {len(names)}: "
             "raise distributed.admin.low-level-log-length in Dask's configuration"
         )
     seconds = max(entry["stop"] for entry in entries) - min(entry["start"] for entry in entries)
+    sums = (n_items * first + n_items * (n_items - 1) // 2 for first in firsts)
     n_wrong = sum(
-        block.shape != (n_items,)
-        or int(block[0]) != first
-        or int(block.sum()) != n_items * first + n_items * (n_items - 1) // 2
-        for block, first in zip(blocks, firsts, strict=True)
+        block.shape != (n_items,) or int(block[0]) != first or int(block.sum()) != total
+        for block, first, total in zip(blocks, firsts, sums, strict=True)
     )
-    # distributed's clock may not move in a transfer of a few bytes within one process.
-    return Received(max(seconds, 1e-9), sum(entry["total"] for entry in entries), n_wrong)
+    # distributed's clock may not move in a transfer of a few bytes within one process
+    return max(seconds, 1e-9), n_wrong
 
 
 # --- slow nodes, workers and pairs ----------------------------------------------------------------
@@ -286,20 +275,18 @@ def _median(values: Iterable[float]) -> float:
 
 def _tell(found: Exchange, gb_per_s: float) -> None:
     if (n := len(found.names)) <= MAX_COLUMNS:
-        rates, heads = found.rates(), map(str, range(n))
-        how: dict[str, Any] = {"title_justify": "left", "box": None, "pad_edge": False}
-        table = Table("", *heads, title="GB/s, from row to column", **how)
+        rates, rows = found.rates(), [["", *map(str, range(n))]]
         for i, name in enumerate(found.names):
             cells = (f"{rates[i, j]:.3g}" if (i, j) in rates else "-" for j in range(n))
-            table.add_row(f"{i} {name}", *cells)
-        console(stderr=True).print(table)
+            rows.append([f"{i} {name}", *cells])
+        say(f"GB/s, from row to column\n{text_table(rows)}")
     say(kinds_of_pairs(found))
     for text in found.slow[:MAX_LINES]:
         say(f"warning: {text}")
     if (more := len(found.slow) - MAX_LINES) > 0:
         say(f"warning: {more} more; --json FILE keeps them all")
-    say(f"8 bytes take {format_time(statistics.median(found.latencies()))}, in the median")
-    block = format_bytes(found.all_to_all_nbytes)
+    block, latency_s = format_bytes(found.all_to_all_nbytes), statistics.median(found.latencies())
+    say(f"8 bytes take {format_time(latency_s)}, in the median")
     say(f"all to all: {rate(gb_per_s)} in all, {block} for each pair")
 
 

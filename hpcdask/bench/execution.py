@@ -24,21 +24,20 @@ from typing import Any
 import click
 import dask
 import psutil
-from dask.utils import format_bytes
+from dask.utils import format_bytes, format_time
 from distributed import CancelledError, Client, KilledWorker
 from distributed.comm import CommClosedError
-from rich.table import Table
 
 from hpcdask.bench import rates
 from hpcdask.bench.cluster import Cluster, inspect, wait
-from hpcdask.bench.measurement import Measurement, console, rate
+from hpcdask.bench.measurement import Measurement
 from hpcdask.bench.startup import AHEAD, age
 from hpcdask.bootstrap.environment import interpreter
 from hpcdask.client.connect import connect
 from hpcdask.errors import ClusterError, UsageError, root_cause
 from hpcdask.gpu.monitor import monitor_of
 from hpcdask.gpu.usage import RunUsage
-from hpcdask.logs import say
+from hpcdask.logs import say, text_table
 from hpcdask.workloads import Check, Device, WorkloadError, count_tasks
 
 #: Bytes for each GPU, and the most in all; the same for each thread without GPUs: all workloads
@@ -57,10 +56,7 @@ USABLE_FRACTION: dict[Device, float] = {"cuda": 0.8, "cpu": 0.3}
 #: Processes of Open MPI above a rank, which gives each rank a terminal of its own.
 OPEN_MPI = {"mpirun", "mpiexec", "prterun", "orterun", "prted", "orted"}
 #: Columns with room in 80 characters.
-HEADS = ("workload", "size", "median", "rate", "limit", "of the limit")
-
-#: Result of a measurement and its checks.
-Finished = tuple[dict[str, Any], list[Check]]
+HEADS = ("workload", "size", "median", "rate", "limit", "of the limit", "")
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ def check_room(cluster: Cluster, nbytes: int, advice: str = "", *, copies: int =
 def run(
     cluster: Cluster,
     build: Callable[[Any, int], Sequence[Any]],
-    finish: Callable[[Any, Timed], Finished],
+    check: Callable[[Any, Timed], list[Check]],
     *,
     repeats: int,
     chunks: tuple[tuple[int, ...], ...],
@@ -126,24 +122,20 @@ def run(
             x = x.persist()
         wait(cluster, x)
     timed = measure(cluster, lambda index: build(x, index), repeats)
-    result, checks = finish(x, timed)
-    how: dict[str, Any] = {"seconds": timed.seconds, "dask_tasks": timed.n_tasks}
-    return replace(draft, result=result, checks=tuple(checks), **how)
+    checks = tuple(check(x, timed))
+    return replace(draft, seconds=timed.seconds, dask_tasks=timed.n_tasks, checks=checks)
 
 
 def measure(cluster: Cluster, build: Callable[[int], Sequence[Any]], repeats: int) -> Timed:
     """Time computations of what ``build`` makes of their number, after one that does not count."""
     seconds: list[float] = []
-    results: Any = None
-    n_tasks = 0
     for index in range(1 + repeats):
-        results = None
+        results = None  # the workers may forget those before
         collections = build(index)
-        n_tasks = count_tasks(*collections)
         start = time.perf_counter()
         results = compute(cluster, collections)
         seconds.append(time.perf_counter() - start)
-    return Timed(tuple(seconds[1:]), results, n_tasks)
+    return Timed(tuple(seconds[1:]), results, count_tasks(*collections))
 
 
 def compute(cluster: Cluster, collections: Sequence[Any]) -> Any:
@@ -159,8 +151,8 @@ def compute(cluster: Cluster, collections: Sequence[Any]) -> Any:
 def execute(
     workloads: Sequence[Callable[[Cluster], Measurement]],
     *,
-    scheduler_file: str | None,
     device: str,
+    scheduler_file: str | None,
     json_file: Path | None,
     report_file: Path | None,
     leave_out: bool = False,
@@ -169,39 +161,39 @@ def execute(
 
     `leave_out` goes on after a workload that cannot be measured there.
     """
-    if report_file and json_file and report_file.resolve() == json_file.resolve():
-        raise UsageError(f"--json and --report are both {report_file}: name two files")
     if scheduler_file is None and dask.config.get("scheduler-address", None) is None:
         _surround(device)
     found: list[Measurement] = []
     known: dict[str, float] = {}
     failed = False
-    with (
-        _as_ours(),
-        connect(scheduler_file) if scheduler_file else Client() as client,
-        _shown(found, report_file),
-    ):
-        for workload in workloads:
-            cluster = inspect(client, device)
-            try:
-                one = _with_usage(workload, cluster)
-            except (UsageError, WorkloadError, KilledWorker, MemoryError) as exc:
-                if not leave_out:
-                    raise
-                bad = isinstance(exc, (KilledWorker, MemoryError))
-                say(f"error: {type(exc).__name__}: {exc}" if bad else f"left out: {exc}")
-                failed = failed or bad
-                continue
-            if one.work:
-                known = known or rates.measure(cluster)  # bad input is known by now
-                one = replace(one, rates=known)
-            found.append(one)
-            _tell(one, json_file)
-            if report_file is not None:  # each time, since the run may be ended at any moment
-                from hpcdask.bench import report  # Bokeh takes half a second to import
+    try:
+        with _as_ours(), connect(scheduler_file) if scheduler_file else Client() as client:
+            for workload in workloads:
+                cluster = inspect(client, device)
+                try:
+                    one = _with_usage(workload, cluster)
+                except (UsageError, WorkloadError, KilledWorker, MemoryError) as exc:
+                    if not leave_out:
+                        raise
+                    say(f"left out: {exc}")
+                    failed = failed or isinstance(exc, (KilledWorker, MemoryError))
+                    continue
+                if one.work:
+                    known = known or rates.measure(cluster)  # bad input is known by now
+                    one = replace(one, rates=known)
+                found.append(one)
+                _tell(one, json_file)
+                if report_file:  # each time, since the run may be ended at any moment
+                    from hpcdask.bench import report  # Bokeh takes half a second to import
 
-                text = report.html(found, shlex.join(["hpcdask", "bench", *_words()]))
-                report_file.write_text(text, encoding="utf-8")
+                    text = report.html(found, shlex.join(["hpcdask", "bench", *_words()]))
+                    report_file.write_text(text, encoding="utf-8")
+    finally:
+        if found and report_file:
+            say(f"report: {report_file}")
+        if found and is_terminal():
+            rows = [one.cells() | {"": "wrong" * bool(one.failed)} for one in found]
+            click.echo("\n" + text_table([HEADS, *([row[head] for head in HEADS] for row in rows)]))
     if failed or any(one.failed for one in found):
         raise SystemExit(1)
 
@@ -226,8 +218,6 @@ def _as_ours() -> Iterator[None]:
     """Raise errors of input, cluster and files as errors of hpcdask."""
     try:
         yield
-    except WorkloadError as exc:
-        raise UsageError(str(exc)) from exc
     except (KilledWorker, MemoryError) as exc:
         raise ClusterError(f"{type(exc).__name__}: {exc}") from exc
     except (CancelledError, CommClosedError, TimeoutError) as exc:
@@ -235,8 +225,8 @@ def _as_ours() -> Iterator[None]:
             f"the measurement lost its cluster ({root_cause(exc)}): see the log of its scheduler, "
             f"and whether its job or run has ended"
         ) from exc
-    except OSError as exc:
-        raise UsageError(f"{type(exc).__name__}: {exc}") from exc
+    except (WorkloadError, OSError) as exc:
+        raise UsageError(str(exc)) from exc
 
 
 def _with_usage(workload: Callable[[Cluster], Measurement], cluster: Cluster) -> Measurement:
@@ -264,50 +254,19 @@ def is_terminal() -> bool:
     above = [process.pid for process in psutil.Process().parents() if process.name() in OPEN_MPI]
     with contextlib.suppress(OSError):  # another user's process, or gone
         where = os.readlink(f"/proc/{above[0]}/fd/1") if above else "/dev/tty"
-        return sys.stdout.isatty() and where.startswith(("/dev/pts/", "/dev/tty", "/dev/console"))
+        return sys.stdout.isatty() and where.startswith("/dev/")
     return False
 
 
 def _tell(found: Measurement, json_file: Path | None) -> None:
-    """Print a measurement as JSON unless there is a terminal, and append it to a file."""
+    """Print a measurement in a line, and as JSON unless on a terminal; append it to a file."""
     text = json.dumps(found.to_json())
     if not is_terminal():
         click.echo(text)
     if json_file is not None:
         with json_file.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
-    if found.workload == "startup":
-        parts = {name: f"{part:.2f}" for name, part in found.phases.items()}
-        told = [f"{name} {part} s" for name, part in parts.items() if part != "0.00"]
-        say(f"{found.median:.2f} s until the last of {found.workers} workers: {'; '.join(told)}")
-    else:
-        say(
-            f"median {found.median:.3f} s, min {min(found.seconds):.3f} s, "
-            f"max {max(found.seconds):.3f} s of {len(found.seconds)}; {rate(found.gb_per_s)}"
-            + (f", {found.dask_tasks} Dask tasks" if found.dask_tasks else "")
-        )
+    phases = {name: format_time(seconds) for name, seconds in found.phases.items()}
+    say("; ".join(f"{head} {cell}" for head, cell in (found.cells() | phases).items() if cell))
     for complaint in found.failed:
         say(f"check failed: {complaint}")
-
-
-@contextlib.contextmanager
-def _shown(found: Sequence[Measurement], report_file: Path | None) -> Iterator[None]:
-    """Name the report, and print the table on a terminal, at the end, also after a failure."""
-    try:
-        yield
-    finally:
-        if found and report_file:
-            say(f"report: {report_file}")
-        if found and is_terminal():
-            show(found)
-
-
-def show(found: Sequence[Measurement]) -> None:
-    """Print a table with a row for each measurement."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for head in HEADS:
-        table.add_column(head, justify="right" if head in HEADS[1:5] else "left")
-    for one in found:
-        cells = one.cells() | ({HEADS[-1]: "[red]check failed"} if one.failed else {})
-        table.add_row(*(cells[head] for head in HEADS))
-    console().print("", table)

@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 import numpy as np
 from dask.utils import format_bytes, format_time
-from rich.console import Console
 
 from hpcdask.gpu.usage import RunUsage
 from hpcdask.spec.records import Record
@@ -24,15 +22,13 @@ from hpcdask.workloads import Check
 
 #: Version of the JSON lines. Files of another one cannot be compared.
 VERSION = 1
-#: Characters of a line that goes to a file or pipe.
-WIDE = 120
-#: Rates of the hardware, which are also the units of work: what a workload waits for, and the rate
-#: in words.
+#: Rates of the hardware, which are also the units of work: what a workload waits for, what the
+#: rate counts, and its unit in billions.
 RATES = {
-    "memory": ("memory speed", "memory, read and written: {:.3g} B/s"),
-    "random": ("generator speed", "random float64 normals: {:.3g} /s"),
-    "matrix_float64": ("float64 matrix speed", "matrix products, float64: {:.3g} FLOP/s"),
-    "matrix_float32": ("float32 matrix speed", "matrix products, float32: {:.3g} FLOP/s"),
+    "memory": ("memory speed", "memory, read and written", "GB/s"),
+    "random": ("generator speed", "random float64 normals", "billion/s"),
+    "matrix_float64": ("float64 matrix speed", "matrix products, float64", "GFLOP/s"),
+    "matrix_float32": ("float32 matrix speed", "matrix products, float32", "GFLOP/s"),
 }
 
 
@@ -220,12 +216,11 @@ class Measurement(Record):
         }
 
 
-def rate(gigabytes: float) -> str:
-    """Write GB/s with three digits, so that little is never told as zero."""
-    return f"{gigabytes:,.0f} GB/s" if gigabytes >= 100 else f"{gigabytes:.3g} GB/s"
+def rate(billions: float, unit: str = "GB/s") -> str:
+    """Write a rate with three digits or more, so that little is never told as zero."""
+    return f"{billions:,.0f} {unit}" if billions >= 100 else f"{billions:.3g} {unit}"
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return a console of standard output or standard error, as wide as its terminal."""
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else WIDE)
+def hardware_rate(name: str, per_s: float) -> str:
+    """Write one of `RATES`."""
+    return rate(per_s / 1e9, RATES[name][2])

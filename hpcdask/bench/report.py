@@ -16,13 +16,9 @@ from dask.utils import format_time
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hpcdask.bench.exchange import kinds_of_pairs
-from hpcdask.bench.measurement import RATES, Exchange, Measurement
+from hpcdask.bench.measurement import RATES, Exchange, Measurement, hardware_rate
 from hpcdask.logs import plural, some
 
-#: Names of the protocols of addresses.
-PROTOCOLS = {"tls": "tcp with TLS", "tcp": "tcp without TLS", "ucx": "ucx between workers"}
-#: Hosts that are named.
-MOST_HOSTS = 4
 #: A workload below this part of its limit is worth a look; so many things to look at are shown.
 WORTH_A_LOOK, MOST = 0.5, 3
 #: Okabe and Ito's colours, which colour-blind people tell apart ("Color universal design", 2008).
@@ -36,13 +32,15 @@ MAX_NUMBERED = 16
 
 def html(found: Sequence[Measurement], command: str = "") -> str:
     """Return the report of one run as HTML: one page, which loads nothing from anywhere."""
-    plots = {"times": times(found)}
-    if phased := [one for one in found if one.phases]:
-        plots["phases"] = phases(phased)
+    first, rows = found[0], [one.cells() for one in found]
+    phased = [one for one in found if one.phases]
     exchange = next((one.exchange for one in found if one.exchange), None)
-    if exchange:
-        plots["exchange"] = heat_map(exchange)
+    rates = next((one.rates for one in found if one.rates), {})
+    plots = {"times": times(found)}
+    plots |= {"phases": phases(phased)} if phased else {}
+    plots |= {"exchange": heat_map(exchange)} if exchange else {}
     script, places = components(plots)
+    sentence, look_at = _verdict(found)
     environment = Environment(
         loader=PackageLoader("hpcdask.bench"),
         autoescape=True,
@@ -50,19 +48,22 @@ def html(found: Sequence[Measurement], command: str = "") -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    rates = next((one.rates for one in found if one.rates), {})
-    rows = [one.cells() for one in found]
-    sentence, look_at = _verdict(found)
     return environment.get_template("report.html.j2").render(
         script=Resources(mode="inline", components=["bokeh"]).render() + script,
         places=places,
-        devices=found[0].where,
+        devices=first.where,
         command=command,
-        facts=_facts(found[0]),
+        facts=[
+            f"{plural(first.workers, 'worker')}, {plural(first.threads, 'thread')}",
+            f"on {some(first.hosts)} over {' and '.join(first.protocols)}",
+            some(first.processors),
+            f"measured {first.date}",
+            ", ".join(f"{name} {version}" for name, version in first.versions.items() if version),
+        ],
         failures=[(one.label, complaint) for one in found for complaint in one.failed],
         sentence=sentence,
         look_at=look_at,
-        rates=[RATES[name][1].format(rates[name]) for name in rates],
+        rates=[f"{RATES[name][1]}: {hardware_rate(name, rates[name])}" for name in rates],
         heads=list(dict.fromkeys(head for one in rows for head, text in one.items() if text)),
         times=rows,
         told=" ".join(text for row in rows for text in row.values()),
@@ -73,17 +74,6 @@ def html(found: Sequence[Measurement], command: str = "") -> str:
         exchange=exchange,
         kinds_of_pairs=kinds_of_pairs(exchange) if exchange else "",
     )
-
-
-def _facts(one: Measurement) -> list[str]:
-    workers = f"{plural(one.workers, 'worker')}, {plural(one.threads, 'thread')}"
-    protocols = " and ".join(PROTOCOLS.get(name, name) for name in one.protocols)
-    return [
-        f"{workers} on {some(one.hosts, MOST_HOSTS)} over {protocols}",
-        some(one.processors),
-        f"measured {one.date.replace('T', ' ').replace('+00:00', ' UTC')}",
-        ", ".join(f"{name} {version}" for name, version in one.versions.items() if version),
-    ]
 
 
 def _verdict(found: Sequence[Measurement]) -> tuple[str, list[str]]:

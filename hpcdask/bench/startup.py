@@ -61,7 +61,6 @@ def run_startup(cluster: Cluster) -> Measurement:
         workload="startup",
         seconds=(max(ready),),
         phases={phase: statistics.median(each) for phase, each in parts.items() if each},
-        result={"first_ready": min(ready), "warm": max(each["warm"] for each in found.values())},
         checks=(Check("workers that registered", len(ready), len(cluster.workers), 0),),
         **cluster.describe(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import platform
 import shutil
 import statistics
 import tempfile
@@ -16,7 +17,7 @@ from typing import Any
 from dask.utils import format_bytes
 
 from hpcdask.bench.cluster import Cluster
-from hpcdask.bench.execution import Finished, Timed, compute, measure, run, suitable
+from hpcdask.bench.execution import Timed, compute, measure, run, suitable
 from hpcdask.bench.measurement import Measurement
 from hpcdask.errors import UsageError
 from hpcdask.logs import say
@@ -53,25 +54,25 @@ def run_zarr(
         # Sums of rows fit in 32 bits, and take half as long
         total = x.sum(axis=1, dtype="uint32").sum(dtype="uint64")
         total = total.map_blocks(to_host, dtype="uint64")
-        phases: dict[str, float] = {}
+        more: dict[str, Any] = {}
 
-        def finish(_: Any, timed: Timed) -> Finished:
+        def check(_: Any, timed: Timed) -> list[Check]:
             load = measure(cluster, lambda _: [total], repeats)
-            phases["load alone"] = statistics.median(load.seconds)
-            beyond = statistics.median(timed.seconds) - phases["load alone"]
-            phases["beyond loading"] = max(0.0, beyond)
+            load_s, whole_s = statistics.median(load.seconds), statistics.median(timed.seconds)
+            more["phases"] = {"load alone": load_s, "beyond loading": max(0.0, whole_s - load_s)}
             s, v, variants = timed.results
+            counts = dict(zip(("kept", "missing", "rare"), variants.tolist(), strict=True))
+            more["result"] = {"singular_values": s.tolist(), "variants": counts}
             checks = [Check("variants", int(variants.sum()), x.shape[0], 0)]
             if written is not None:
                 checks.append(Check("sum of all genotypes", int(load.results[0]), written, 0))
                 checks.append(Check("variance within populations", within(v), 0.0, LARGEST_WITHIN))
-            counts = dict(zip(("kept", "missing", "rare"), variants.tolist(), strict=True))
-            return {"singular_values": s.tolist(), "variants": counts}, checks
+            return checks
 
         found = run(
             cluster,
             lambda *_: list(workload.population_structure(where, k, **how)),
-            finish,
+            check,
             repeats=repeats,
             chunks=x.chunks,
             workload="zarr",
@@ -79,7 +80,7 @@ def run_zarr(
             dtype=str(x.dtype),
             k=k,
         )
-        return replace(found, phases=phases)
+        return replace(found, **more)
 
 
 def within(v: Any) -> float:
@@ -99,9 +100,9 @@ def _store(cluster: Cluster, nbytes: int, path: Path | None) -> Iterator[tuple[s
     zarr_module()  # or say at once what is missing
     with contextlib.ExitStack() as stack:
         if path is None:
-            if (n_hosts := len({*cluster.client.run(_boot_id).values(), _boot_id()})) > 1:
+            if {worker.host for worker in cluster.workers} != {platform.node()}:
                 raise UsageError(
-                    f"workers and client are on {n_hosts} hosts: --path FOLDER, on a file system "
+                    "workers and client are on several hosts: --path FOLDER, on a file system "
                     "that all see, says where the store is, or is to be made"
                 )
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hpcdask-zarr-"))
@@ -117,7 +118,3 @@ def _store(cluster: Cluster, nbytes: int, path: Path | None) -> Iterator[tuple[s
         _, total = compute(cluster, workload.write_genotypes(partial, shape, **how))
         partial.rename(path)
         yield str(path), int(total)
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text()

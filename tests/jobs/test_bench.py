@@ -291,8 +291,7 @@ def test_startup_of_a_cluster_of_its_own(tmp_path):
     assert all(part > 0 for part in line["phases"].values())
     until_ready = sum(list(line["phases"].values())[:-2])
     assert 0 < until_ready <= line["seconds_max"] * 1.01
-    assert "until the last of" in done.stderr
-    assert " 0.00 s" not in done.stderr
+    assert "registration" in done.stderr
 
 
 PHASES_WITHOUT_GPU = [
@@ -341,9 +340,7 @@ def test_zarr_that_was_made_is_read_again(client, capsys, tmp_path):
         (["array", "--report", "no/r.html"], "cannot be written"),
         (["array", "--json", "/no/x.json"], "'--json': '/no/x.json' cannot be written"),
         (["array", "--json", "/"], "'--json': '/' cannot be written"),
-        (["array", "svd"], "run hpcdask bench array, then hpcdask bench svd, or"),
         (["--size", "1MB", "array"], "come after them: hpcdask bench array --size …"),
-        (["array", "--json", "x.html", "--report", "x.html"], "--json and --report are both"),
     ],
 )
 def test_what_does_not_go_together_is_refused_at_once(no_cluster, capsys, options, said):

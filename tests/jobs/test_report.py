@@ -116,8 +116,8 @@ def test_everything_is_told(whole):
     text = Page(whole).text
     for what in (
         "hpcdask bench: 8 x NVIDIA H200",
-        "8 workers, 8 threads on n0 over tcp with TLS",
-        "measured 2026-11-22 10:11:12 UTC",
+        "on n0 over tls",
+        "measured 2026-11-22T10:11:12+00:00",
         "dask 2026.7.1",
         "hpcdask bench all --report r.html",
         "Xeon Platinum",
@@ -129,7 +129,7 @@ def test_everything_is_told(whole):
         "1 of 2 workloads reaches half of what this hardware allows, or more. Nearest is array,",
         "svd, tuned: idle: n1 GPU <1>",
         "svd, tuned runs at 20 % of memory speed",
-        "random float64 normals: 1e+09 /s",
+        "random float64 normals: 1 billion/s",
         "1.82 TiB",
         "900.00 ms to 1.20 s",
         "60 % of generator speed",

@@ -189,7 +189,7 @@ def test_the_table_and_what_else_changed(compare, capsys, monkeypatch):
         "fft, tuned 7.63 MiB on 3 x cpu 1 s (0.9 to 1.1) - - only before",
         "svd, tuned 7.63 MiB on 3 x cpu - 1 s (0.9 to 1.1) - only after",
         "versions: dask 1 -> 2",
-        "limits of the hardware, per second: memory 3.9e+12 -> 2e+12",
+        "limits of the hardware: memory 3,900 GB/s -> 2,000 GB/s",
     ]
 
 
