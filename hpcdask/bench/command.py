@@ -19,17 +19,16 @@ from typing import Any, get_args
 import click
 from dask.utils import parse_bytes
 
-from hpcdask.bench.arrays import run_array, run_svd, run_svd_exact
+from hpcdask.bench.arrays import run_array, run_svd, run_svd_exact, run_zarr
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.compare import compare_files
 from hpcdask.bench.exchange import run_exchange
 from hpcdask.bench.execution import execute
 from hpcdask.bench.measurement import Measurement
 from hpcdask.bench.startup import run_startup
-from hpcdask.bench.zarr import run_zarr
 from hpcdask.bootstrap import ranks
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.logs import say
+from hpcdask.logs import complain
 from hpcdask.workloads import Form
 from hpcdask.workloads.plain_array import NAMES
 
@@ -97,9 +96,7 @@ FORM = click.option(
 )
 
 
-def size_option(text: str, **how: Any) -> Decorator:
-    """Return the option ``--size``."""
-    return click.option("--size", "nbytes", type=size, help=text, **how)
+size_option = partial(click.option, "--size", "nbytes", type=size)
 
 
 @click.group(
@@ -128,7 +125,7 @@ def bench(ctx: click.Context, compare: tuple[str, str] | None) -> None:
         mpirun -n 8 hpcdask bench array --size 2TB --form both
     """
     if compare is not None:
-        raise SystemExit(compare_files(*compare))
+        ctx.exit(compare_files(*compare))
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
@@ -138,10 +135,10 @@ def workload(name: str, *options: Decorator) -> Decorator:
 
     def decorate(function: Callable[..., Runs]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def command(**given: Any) -> None:
+        def command(**given: Any) -> int:
             common = ("device", "scheduler_file", "json_file", "report_file")
             how = {name: given.pop(name) for name in common}
-            execute(function(**given), leave_out=name == "all", **how)
+            return execute(function(**given), leave_out=name == "all", **how)
 
         for option in reversed((*options, *COMMON)):
             command = option(command)
@@ -153,8 +150,8 @@ def workload(name: str, *options: Decorator) -> Decorator:
 @workload(
     "array",
     size_option(
-        "Bytes of float64. Default, for each GPU or thread: 250GB on GPUs (plain dask.array 50GB), "
-        "200MB without; 2GB and 32MB for operations other than sum."
+        help="Bytes of float64. Default, for each GPU or thread: 250GB on GPUs (plain dask.array "
+        "50GB), 200MB without; 2GB and 32MB for operations other than sum."
     ),
     click.option(
         "--operation",
@@ -172,14 +169,15 @@ def array_command(operation: str, form: Any, **how: Any) -> Runs:
     """
     if operation == "sum":
         return [partial(run_array, form=one, **how) for one in _forms(form)]
-    _refuse_beside(f"--operation {operation}", {"form": form, "chunk_nbytes": how["chunk_nbytes"]})
+    if form or how["chunk_nbytes"]:
+        raise UsageError(f"--operation {operation} takes no --form, --chunk-size")
     return [partial(run_array, form="stock", operation=operation, **how)]
 
 
 @workload(
     "svd",
     size_option(
-        "Bytes of the matrix. Default, for each GPU or thread: 25GB of uint8 on GPUs (plain "
+        help="Bytes of the matrix. Default, for each GPU or thread: 25GB of uint8 on GPUs (plain "
         "dask.array 2.5GB), 100MB without; 800MB and 200MB of float64 with --exact."
     ),
     click.option("--k", type=int, metavar="N", help="Singular values wanted. Default: 10."),
@@ -196,7 +194,8 @@ def svd_command(nbytes: int | None, repeats: int, exact: bool, **own: Any) -> Ru
     """
     how: dict[str, Any] = {"nbytes": nbytes, "repeats": repeats}
     if exact:
-        _refuse_beside("--exact", own)
+        if any(own.values()):
+            raise UsageError("--exact takes no --k, --packed, --form, --chunk-size")
         return [partial(run_svd_exact, **how)]
     forms = _forms(own.pop("form"))
     if own["packed"] and "stock" in forms:
@@ -208,17 +207,9 @@ def _forms(form: Any) -> Sequence[Form]:
     return get_args(Form) if form == "both" else [form or "tuned"]
 
 
-def _refuse_beside(option: str, others: dict[str, Any]) -> None:
-    """Raise UsageError if one of the other options was given: plain dask.array has none of them."""
-    params = click.get_current_context().command.params
-    given = [one.opts[0] for one in params if others.get(one.name or "") not in (None, False)]
-    if given:
-        raise UsageError(f"{option} takes no {', '.join(given)}: it measures plain dask.array")
-
-
 @workload(
     "zarr",
-    size_option("Bytes of genotypes to make.", default="2GB", show_default=True),
+    size_option(help="Bytes of genotypes to make.", default="2GB", show_default=True),
     click.option(
         "--path",
         type=click.Path(path_type=Path),
@@ -260,8 +251,8 @@ def all_command(**how: Any) -> Runs:
 @workload(
     "exchange",
     size_option(
-        "Bytes of a block from one worker to another. Default: 256MB on GPUs, 16MB without; less "
-        "where memory is short."
+        help="Bytes of a block from one worker to another. Default: 256MB on GPUs, 16MB without; "
+        "less where memory is short."
     ),
     click.option("--alone", is_flag=True, help="Measure one pair of workers at a time."),
     REPEATS,
@@ -278,25 +269,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``hpcdask bench``; 1 is for a wrong result or a lost cluster, 2 for bad input."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        bench.main(arguments, prog_name="hpcdask bench", standalone_mode=False, obj=arguments)
-    except click.NoSuchOption as exc:
-        before = exc.ctx is not None and exc.ctx.command is bench
-        hint = f" Options of workloads come after them: hpcdask bench array {exc.option_name} …"
-        return _refuse(exc.format_message() + hint * before, 2)
+        return bench.main(arguments, "hpcdask bench", standalone_mode=False, obj=arguments) or 0
     except click.ClickException as exc:
-        return _refuse(exc.format_message(), 2)
-    except (click.Abort, KeyboardInterrupt):
-        return _refuse("interrupted", 128 + signal.SIGINT)
+        text, code = exc.format_message(), 2
+        if isinstance(exc, click.NoSuchOption) and exc.ctx and exc.ctx.command is bench:
+            text += f" It comes after the workload: hpcdask bench array {exc.option_name} …"
+    except click.Abort:
+        text, code = "interrupted", 128 + signal.SIGINT
     except HpcdaskError as exc:
-        return _refuse(str(exc), exc.exit_code)
-    except SystemExit as exc:
-        return exc.code if isinstance(exc.code, int) else 1
-    return 0
-
-
-def _refuse(text: str, code: int) -> int:
+        text, code = str(exc), exc.exit_code
     rank = ranks.detect()
     if rank is not None and rank.index:
         return 0  # mpirun would kill rank 0 before it has said so
-    say(f"error: {text}")
+    complain(text)
     return code

@@ -47,24 +47,16 @@ def load(path: str | Path) -> list[Measurement]:
     """Read what ``hpcdask bench --json`` wrote, one measurement a line."""
     found: list[Measurement] = []
     try:
-        lines = filter(str.strip, Path(path).read_text(encoding="utf-8").splitlines())
-        found.extend(_parse(json.loads(line)) for line in lines)
+        for line in filter(str.strip, Path(path).read_text(encoding="utf-8").splitlines()):
+            told = json.loads(line)
+            if told["version"] != VERSION:
+                raise ValueError(f"its version is {told['version']}, not {VERSION}")
+            found.append(Measurement.from_json(told))
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as exc:
         raise UsageError(
             f"{path}, result {len(found) + 1} is none that `hpcdask bench --json` of this version "
             f"wrote ({type(exc).__name__}: {exc})"
         ) from exc
-    if not found:
-        raise UsageError(f"{path} is empty: `hpcdask bench all --json {path}` writes it")
-    return found
-
-
-def _parse(told: dict[str, object]) -> Measurement:
-    if told["version"] != VERSION:
-        raise ValueError(f"its version is {told['version']}, not {VERSION}")
-    found = Measurement.from_json(told)
-    if not found.seconds or not all(0 < one < math.inf for one in found.seconds):
-        raise ValueError(f"seconds are {list(found.seconds)}")
     return found
 
 

@@ -115,10 +115,8 @@ def run(
     )
     if x is not None:
         addresses, n_chunks = [worker.address for worker in cluster.workers], x.numblocks[0]
-        with contextlib.ExitStack() as stack:
-            if evenly:
-                place = lambda key: addresses[key[1] * len(addresses) // n_chunks]  # noqa: E731
-                stack.enter_context(dask.annotate(workers=place, allow_other_workers=True))
+        place = lambda key: addresses[key[1] * len(addresses) // n_chunks]  # noqa: E731
+        with dask.annotate(**({"workers": place, "allow_other_workers": True} if evenly else {})):
             x = x.persist()
         wait(cluster, x)
     timed = measure(cluster, lambda index: build(x, index), repeats)
@@ -156,10 +154,10 @@ def execute(
     json_file: Path | None,
     report_file: Path | None,
     leave_out: bool = False,
-) -> None:
+) -> int:
     """Measure the workloads on the cluster, and print each result as soon as there is one.
 
-    `leave_out` goes on after a workload that cannot be measured there.
+    Return 1 if a result is wrong. `leave_out` goes on after a workload that cannot be measured.
     """
     if scheduler_file is None and dask.config.get("scheduler-address", None) is None:
         _surround(device)
@@ -194,8 +192,7 @@ def execute(
         if found and is_terminal():
             rows = [one.cells() | {"": "wrong" * bool(one.failed)} for one in found]
             click.echo("\n" + text_table([HEADS, *([row[head] for head in HEADS] for row in rows)]))
-    if failed or any(one.failed for one in found):
-        raise SystemExit(1)
+    return int(failed or any(one.failed for one in found))
 
 
 def _surround(device: str) -> None:

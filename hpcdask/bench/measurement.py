@@ -155,12 +155,10 @@ class Measurement(Record):
 
     @property
     def limit(self) -> Limit | None:
-        """Least time that the hardware allows; None if no rate that the work needs is known."""
-        known = (name for name in self.work if self.work[name] > 0 and name in self.rates)
-        parts = [(self.work[name] / self.rates[name], name) for name in known]
-        if not parts:
+        """Least time that the hardware allows; None if its rates are not known."""
+        if not (self.work and self.rates):
             return None
-        seconds, by = max(parts)
+        seconds, by = max((amount / self.rates[name], name) for name, amount in self.work.items())
         return Limit(seconds, by, seconds / self.median)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from bokeh.embed import components
@@ -24,6 +24,7 @@ WORTH_A_LOOK, MOST = 0.5, 3
 #: Okabe and Ito's colours, which colour-blind people tell apart ("Color universal design", 2008).
 COLOURS = {"tuned": "#0072b2", "stock": "#009e73", "wrong": "#d55e00"}
 OTHER = "#cc79a7"
+PALETTE = Cividis256[120:]  # on which black numbers can be read
 #: Pixels of a row, of a line of a legend, and of the axis.
 ROW, LINE, ROOM = 30, 25, 70
 #: Heat maps of more workers have small cells without numbers.
@@ -103,108 +104,98 @@ def _verdict(found: Sequence[Measurement]) -> tuple[str, list[str]]:
 
 def times(found: Sequence[Measurement]) -> Any:
     """Draw the median, least and greatest time of each measurement, and its limit."""
-    plot = _rows_figure((one.label for one in found), x_axis_type="log")
-    rows = [
-        {
-            "name": one.label,
-            "least": min(one.seconds),
-            "greatest": max(one.seconds),
-            "median": one.median,
-            "time": format_time(one.median),
-            "limit": one.limit.seconds if one.limit else math.nan,
-            "reached": str(one.limit or ""),
-            "kind": "wrong" if one.failed else one.form or one.workload,
-        }
-        for one in found
-    ]
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        source = _source([row for row in rows if row["kind"] == kind])
-        how: dict[str, Any] = {"source": source, "color": COLOURS.get(str(kind), OTHER)}
-        plot.segment("least", "name", "greatest", "name", line_width=4, **how)
-        plot.scatter("median", "name", size=12, legend_label=f"{kind}: median, range", **how)
+    tooltips = [("", "@name"), ("median", "@time"), ("", "@reached")]
+    plot = _rows_figure((one.label for one in found), tooltips, x_axis_type="log")
+    kinds = ["wrong" if one.failed else one.form or one.workload for one in found]
+    columns = {
+        "name": [one.label for one in found],
+        "least": [min(one.seconds) for one in found],
+        "greatest": [max(one.seconds) for one in found],
+        "median": [one.median for one in found],
+        "time": [format_time(one.median) for one in found],
+        "limit": [one.limit.seconds if one.limit else math.nan for one in found],
+        "reached": [str(one.limit or "") for one in found],
+        "kind": [f"{kind}: median, range" for kind in kinds],
+        "colour": [COLOURS.get(kind, OTHER) for kind in kinds],
+    }
+    how: dict[str, Any] = {"source": ColumnDataSource(columns), "color": "colour"}
+    plot.segment("least", "name", "greatest", "name", line_width=4, **how)
+    plot.scatter("median", "name", size=12, legend_group="kind", **how)
     if any(one.limit for one in found):
-        how = {"marker": "dash", "angle": math.pi / 2, "size": 20, "line_width": 3}
-        how |= {"color": "#222222", "legend_label": "limit of the hardware"}
-        plot.scatter("limit", "name", source=_source(rows), **how)
+        how |= {"color": "#222222", "marker": "dash", "angle": math.pi / 2, "line_width": 3}
+        plot.scatter("limit", "name", size=20, legend_label="limit of the hardware", **how)
     # Bokeh's own ticks are those of a linear axis where a logarithmic one is short.
     plot.xaxis.ticker = [digit * 10.0**power for power in range(-6, 6) for digit in (1, 2, 5)]
     plot.xaxis.formatter = PrintfTickFormatter(format="%g")
-    return _finish(plot, len(rows), [("", "@name"), ("median", "@time"), ("", "@reached")])
+    return _with_legend(plot)
 
 
 def phases(found: Sequence[Measurement]) -> Any:
     """Draw the phases of each measurement, one behind the other, as parts of a bar."""
-    plot = _rows_figure(one.label for one in found)
-    names = list(dict.fromkeys(name for one in found for name in one.phases))
-    rows = [{"label": one.label, **dict.fromkeys(names, 0), **one.phases} for one in found]
+    tooltips = [("", "$name"), ("seconds", "@$name{0.000}")]
+    labels, names = [one.label for one in found], list({n: 0 for one in found for n in one.phases})
+    columns = {"label": labels, **{n: [one.phases.get(n, 0) for one in found] for n in names}}
+    plot = _rows_figure(labels, tooltips)
     how: dict[str, Any] = {"color": Category20[20][: len(names)], "legend_label": names}
-    plot.hbar_stack(names, y="label", height=0.6, source=_source(rows), **how)
-    return _finish(plot, len(rows), [("", "$name"), ("seconds", "@$name{0.000}")])
+    plot.hbar_stack(names, y="label", height=0.6, source=ColumnDataSource(columns), **how)
+    return _with_legend(plot)
 
 
 def heat_map(found: Exchange) -> Any:
     """Draw the rates between all pairs of workers as a heat map."""
     names, rates = list(found.names), found.rates()
     numbered = len(names) <= MAX_NUMBERED
-    cell = 48 if numbered else 14
-    low, high = min(rates.values()), max(rates.values())
-    rows = [
-        {
-            "sends": names[pair.sender],
-            "receives": names[pair.receiver],
-            "rate": (rate := rates[pair.sender, pair.receiver]),
-            "text": f"{rate:.3g}" if numbered else "",
-            "over": pair.over,
-            "ink": "white" if rate < math.sqrt(low * high) else "black",
-        }
-        for pair in found.pairs
-    ]
+    side = (48 if numbered else 14) * len(names)
     plot = _figure(
+        [("", "@sends to @receives"), ("GB/s", "@rate"), ("over", "@over")],
         x_range=names,
         y_range=names[::-1],
         x_axis_location="above",
         x_axis_label="receives",
         y_axis_label="sends",
-        width=max(240, cell * len(names)) + 200,
-        height=max(160, cell * len(names)) + 100,
+        width=max(240, side) + 200,
+        height=max(160, side) + 100,
     )
-    source = _source(rows)
+    columns = {
+        "sends": [names[pair.sender] for pair in found.pairs],
+        "receives": [names[pair.receiver] for pair in found.pairs],
+        "over": [pair.over for pair in found.pairs],
+        "rate": list(rates.values()),
+        "text": [f"{rate:.3g}" for rate in rates.values()],
+    }
+    source = ColumnDataSource(columns)
     # Between nodes, a slow pair would not be seen on a linear scale.
-    colour = log_cmap("rate", Cividis256, low, high)
+    colour = log_cmap("rate", PALETTE, min(rates.values()), max(rates.values()))
     cells = plot.rect("receives", "sends", 1, 1, source=source, color=colour)
-    how: dict[str, Any] = {"text_align": "center", "text_baseline": "middle"}
-    plot.text("receives", "sends", "text", source=source, text_color="ink", **how)
+    if numbered:
+        how: dict[str, Any] = {"text_align": "center", "text_baseline": "middle"}
+        plot.text("receives", "sends", "text", source=source, **how)
     plot.add_layout(cells.construct_color_bar(title="GB/s"), "right")
     plot.xaxis.major_label_orientation = math.pi / 4
     plot.hover.renderers = [cells]
-    plot.hover.tooltips = [("", "@sends to @receives"), ("GB/s", "@rate"), ("over", "@over")]
     return plot
 
 
-def _rows_figure(labels: Iterable[str], **how: Any) -> Any:
+def _rows_figure(labels: Iterable[str], tooltips: list[tuple[str, str]], **how: Any) -> Any:
     """Make an empty figure with a row for each label, the first at the top."""
     rows = list(dict.fromkeys(labels))[::-1]
     how |= {"sizing_mode": "stretch_width", "min_width": 320}
-    plot = _figure(y_range=rows, x_axis_label="seconds", **how)
+    plot = _figure(tooltips, y_range=rows, x_axis_label="seconds", **how)
     plot.ygrid.grid_line_color = None
     return plot
 
 
-def _finish(plot: Any, n_rows: int, tooltips: list[tuple[str, str]]) -> Any:
+def _with_legend(plot: Any) -> Any:
     """Move the legend below the rows, as small screens want it, and make room for both."""
     legend = plot.legend[0]
     plot.add_layout(legend, "below")
     legend.border_line_color = None
-    plot.height = ROOM + ROW * n_rows + LINE * len(legend.items)
-    plot.hover.tooltips = tooltips
+    plot.height = ROOM + ROW * len(plot.y_range.factors) + LINE * len(legend.items)
     return plot
 
 
-def _figure(**how: Any) -> Any:
-    plot = figure(tools="hover,save", toolbar_location="right", outline_line_color=None, **how)
+def _figure(tooltips: list[tuple[str, str]], **how: Any) -> Any:
+    how |= {"toolbar_location": "right", "outline_line_color": None}
+    plot = figure(tools="hover,save", tooltips=tooltips, **how)
     plot.toolbar.logo = None
     return plot
-
-
-def _source(rows: Sequence[Mapping[str, object]]) -> ColumnDataSource:
-    return ColumnDataSource({name: [row[name] for row in rows] for name in rows[0]})

@@ -12,7 +12,7 @@ import psutil
 from hpcdask.bench.cluster import Cluster
 from hpcdask.bench.measurement import Measurement
 from hpcdask.process import STARTED, marks, process_start
-from hpcdask.workloads import Check, WorkloadError
+from hpcdask.workloads import WorkloadError
 
 #: Processes whose start is that of the launch, or of the job's script.
 LAUNCHERS = {
@@ -61,7 +61,6 @@ def run_startup(cluster: Cluster) -> Measurement:
         workload="startup",
         seconds=(max(ready),),
         phases={phase: statistics.median(each) for phase, each in parts.items() if each},
-        checks=(Check("workers that registered", len(ready), len(cluster.workers), 0),),
         **cluster.describe(),
     )
 
