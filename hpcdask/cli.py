@@ -73,7 +73,7 @@ for command in (submit, list_, down, stacks, logs, up, scale, attach):
 @click.option(
     "--timeout",
     default=60.0,
-    type=click.FloatRange(min=1),
+    type=click.FloatRange(1, 86400),
     metavar="SECONDS",
     help="Wait this long for all ranks of a launch. Default: 60 s.",
 )

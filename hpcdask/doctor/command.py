@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import signal
 import sys
 import time
-from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from hpcdask.bootstrap import ranks
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.comm import fabric
-from hpcdask.errors import HpcdaskError, UsageError
+from hpcdask.errors import HpcdaskError
 from hpcdask.gpu.driver import answer_deadline_s, read
 from hpcdask.logs import complain
 from hpcdask.process import leave
@@ -35,7 +33,6 @@ from .proofs import Outcome
 
 #: Seconds beyond a deadline of another rank; those in which ranks leave after the report.
 SPARE_S, LEAVE_DEADLINE_S = 10.0, 5.0
-T = TypeVar("T")
 
 
 def run(
@@ -47,10 +44,8 @@ def run(
     seconds. All have the same exit code: 0 all is well, 1 with warnings, 2 with errors. NCCL is
     tried `with_nccl` only; without `gpus` no GPU is looked at.
 
-    Raises UsageError if timeout or range are malformed, HpcdaskError if the ranks cannot meet.
+    Raises UsageError if the range is malformed, HpcdaskError if the ranks cannot meet.
     """
-    if not 0 < timeout < math.inf:
-        raise UsageError(f"--timeout: {timeout:g} is not a time. Accepted: a number of seconds")
     use(parse_port_range(port_range, "--port-range") or configured_port_range())
     rank = ranks.detect()
     first = rank is None or rank.local_index == 0
@@ -123,7 +118,8 @@ class _Leader:
         try:
             port = await server.publish(meeting, launch.rank, address, others)
             launch.address = f"{address}:{port}"
-            await _within(launch.timeout, self._complete.wait())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._complete.wait(), launch.timeout)
         finally:
             server.close()
             meeting.close()
@@ -139,7 +135,9 @@ class _Leader:
 
     async def _receive(self, rank: int, seconds: float) -> dict[str, Any] | None:
         """Return the next message of a rank; None if it is gone, or silent."""
-        return await _within(seconds, self._channels[rank].receive())
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self._channels[rank].receive(), seconds)
+        return None
 
     async def _try_nccl(self, rank: int, order: dict[str, Any]) -> dict[str, Outcome]:
         """Return the outcomes of a rank's GPUs; none of a rank that has gone."""
@@ -148,13 +146,6 @@ class _Leader:
         self._channels[rank].send(nccl=order)
         told = await self._receive(rank, proofs.NCCL_DEADLINE_S + SPARE_S) or {}
         return {number: Outcome.from_json(one) for number, one in told.get("nccl", {}).items()}
-
-
-async def _within(seconds: float, work: Awaitable[T]) -> T | None:
-    """Return the result of `work`; None at the deadline."""
-    with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(work, seconds)
-    return None
 
 
 async def _follow(rank: Rank, gathering: Gathering, timeout: float) -> int:
@@ -182,9 +173,7 @@ def _boot_id() -> str:
 def show(launch: Launch, as_json: bool) -> int:
     """Print the report, as far as that can be written, and return the exit code."""
     made = launch.report()
-    with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe
-        if as_json:
-            print(report.to_json(made), flush=True)
-        else:
-            report.print_text(made)
+    if sys.stdout is not None:  # closed
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe
+            print(report.to_json(made) if as_json else report.to_text(made), flush=True)
     return made.exit_code

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.transport import NodeLinks, choose
-from hpcdask.errors import HpcdaskError
 from hpcdask.logs import by_host, numbered, plural, some
 from hpcdask.spec.specs import WorkerSpec
 
@@ -21,8 +21,8 @@ from .report import Finding, Report, Status, together
 finding = partial(Finding, "between nodes")
 #: Seconds by which clocks may differ. Credentials are valid from an hour before.
 CLOCK_WARNING_S, CLOCK_ERROR_S = 2.0, 1800.0
-#: Packages that must be the same on all nodes: they exchange pickles.
-ALIKE = ("dask", "distributed", "hpcdask")
+#: What must be the same on all nodes: they exchange pickles.
+ALIKE = ("Python", "dask", "distributed", "hpcdask")
 
 
 @dataclass
@@ -120,18 +120,17 @@ def _ways(launch: Launch) -> Iterator[Finding]:
 
 def _clocks(launch: Launch) -> Iterator[Finding]:
     """Yield a finding on other nodes' clocks, known to the time that a message takes."""
-    away = [arrival for arrival in launch.away() if arrival.facts]
-    worst = max(away, key=lambda arrival: abs(arrival.ahead), default=None)
-    if worst is None:
+    away = [(abs(one.ahead), one.host) for one in launch.away() if one.facts]
+    if not away:
         return
-    seconds = abs(worst.ahead)
+    seconds, host = max(away)
     value = f"differ by at most {max(seconds, 0.001):.3f} s"
-    if seconds > CLOCK_WARNING_S:
-        status: Status = "error" if seconds > CLOCK_ERROR_S else "warning"
-        advice = "The nodes' clocks are not set by one server: tell the site's staff"
-        yield finding("clocks", status, f"{value} ({worst.host})", advice)
-    else:
+    if seconds <= CLOCK_WARNING_S:
         yield finding("clocks", "ok", value)
+        return
+    status: Status = "error" if seconds > CLOCK_ERROR_S else "warning"
+    advice = "The nodes' clocks are not set by one server: tell the site's staff"
+    yield finding("clocks", status, f"{value} ({host})", advice)
 
 
 def _transport(nodes: Sequence[Node]) -> Iterator[Finding]:
@@ -143,60 +142,45 @@ def _transport(nodes: Sequence[Node]) -> Iterator[Finding]:
         for rank, gpus in node.assign()[0].items()
         if rank in node.fabrics
     ]
-    if not seats:
-        return
-    try:
+    if seats:
         choice = choose(WorkerSpec(), seats)
-    except HpcdaskError as error:
-        yield say("error", "auto fails", str(error))
-        return
-    yield say("ok", f"auto would choose {choice.protocol}: {choice.reason}")
-    yield from (say("ok", f"and says: {warning}") for warning in choice.warnings)
+        yield say("ok", f"auto would choose {choice.protocol}: {choice.reason}")
+        yield from (say("ok", f"and says: {warning}") for warning in choice.warnings)
 
 
 def _differences(nodes: Sequence[Node]) -> Iterator[Finding]:
     """Yield a finding on each property that is not the same on all nodes that reported it."""
-    names = sorted({name for node in nodes for name in _packages(node)})
-    properties = [
-        ((what, status), (value, node.name))
-        for node in nodes
-        for what, status, value in _properties(node, names)
-    ]
-    for (what, status), found in together(properties).items():
-        hosts = together(found)
+    names = sorted({name for node in nodes for name in node.packages})
+    found = {node.name: _properties(node, names) for node in nodes}
+    for what in dict.fromkeys(chain.from_iterable(found.values())):
+        known = [(of[what], host) for host, of in found.items() if what in of]
+        hosts = together(known)
         usual = max(hosts.values(), key=len)
-        if odd := [host for _, host in found if host not in usual]:
+        if odd := [host for _, host in known if host not in usual]:
+            status: Status = "error" if what in ALIKE else "warning"
             values = "; ".join(f"{value} on {some(there)}" for value, there in hosts.items())
             advice = f"Make them alike, or leave out {some(odd)}"
             yield Finding("differences between nodes", what, status, values, advice)
 
 
-def _packages(node: Node) -> Mapping[str, str]:
-    return node.facts.software.packages if node.facts.software else {}
-
-
-def _properties(node: Node, names: Iterable[str]) -> Iterator[tuple[str, Status, str]]:
-    """Yield properties, and the packages of these names: what, severity of a difference, value."""
-    facts, processes = node.facts, list(node.processes.values())
+def _properties(node: Node, packages: Collection[str]) -> dict[str, str]:
+    """Return the known properties of a node that should be the same on others, by their names."""
+    facts, processes, found = node.facts, list(node.processes.values()), {}
     if facts.software:
-        yield "Python", "error", facts.software.python
-        for name in names:
-            yield (
-                name,
-                "error" if name in ALIKE else "warning",
-                _packages(node).get(name, "missing"),
-            )
+        found["Python"] = facts.software.python
+        found |= {name: node.packages.get(name, "missing") for name in packages}
     if facts.gpus:
-        yield "driver", "warning", facts.gpus.driver or "none"
-        yield "GPUs", "warning", _counted(gpu.name for gpu in node.gpus)
+        found["driver"] = facts.gpus.driver or "none"
+        found["GPUs"] = _counted(gpu.name for gpu in node.gpus)
     if fabric := facts.fabric:
-        yield "InfiniBand ports", "warning", _counted(port.state for port in fabric.infiniband)
-        yield "UCX modules", "warning", " ".join(fabric.ucx.transports) or "none"
+        found["InfiniBand ports"] = _counted(port.state for port in fabric.infiniband)
+        found["UCX modules"] = " ".join(fabric.ucx.transports) or "none"
     if processes:
-        yield "open files", "warning", str(min(one.open_files for one in processes))
+        found["open files"] = str(min(one.open_files for one in processes))
         environ = sorted(processes[0].env.items())
         known = [f"{name}={value}" for name, value in environ if name.startswith(("UCX_", "DASK_"))]
-        yield "settings", "warning", " ".join(known) or "none"
+        found["settings"] = " ".join(known) or "none"
+    return found
 
 
 def _counted(things: Iterable[str]) -> str:

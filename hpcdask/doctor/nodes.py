@@ -122,6 +122,11 @@ class Node:
         return tuple(sorted(every.values(), key=lambda gpu: (gpu.index, gpu.uuid)))
 
     @property
+    def packages(self) -> Mapping[str, str]:
+        """Versions by package."""
+        return self.facts.software.packages if self.facts.software else {}
+
+    @property
     def cores(self) -> set[int]:
         """Cores that its ranks may use."""
         return {core for one in self.processes.values() for core in one.cores}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import sys
@@ -112,12 +111,9 @@ def to_json(report: Report) -> str:
     return json.dumps(whole, indent=2, default=asdict)
 
 
-def print_text(report: Report) -> None:
-    """Write the report to standard output: in colour on a terminal, else without."""
-    if sys.stdout is None:  # closed
-        return
+def to_text(report: Report) -> str:
+    """Return the report as text for standard output: in colour for a terminal, else without."""
     console = Console(
-        file=io.StringIO(),
         # Open MPI gives rank 0 a terminal, whatever mpirun writes to
         force_terminal=sys.stdout.isatty() and report.ranks == 1,
         width=shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns,
@@ -125,15 +121,15 @@ def print_text(report: Report) -> None:
         markup=False,
         emoji=False,
     )
-    hosts = some((node.name for node, _ in report.nodes), NAMED)
     with console.capture() as text:
+        hosts = some((node.name for node, _ in report.nodes), NAMED)
         console.print(f"hpcdask doctor: {hosts}, {plural(report.ranks, 'rank')}")
         console.print(_finding_table(report))
         worst = ("ok", "warning", "error")[report.exit_code]
         console.print(f"\n{report.verdict}", style=STYLES[worst])
     plain = "\n".join(map(str.rstrip, text.get().splitlines()))
     encoding = sys.stdout.encoding or "utf-8"
-    print(plain.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    return plain.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _finding_table(report: Report) -> Table:
@@ -142,13 +138,10 @@ def _finding_table(report: Report) -> Table:
     table.add_column(max_width=27, overflow="fold")
     table.add_column(overflow="fold")
     places = {**_places(report.nodes), **dict.fromkeys(report.between_nodes, "")}
-    groups: dict[str, dict[str, list[Finding]]] = {}
-    for finding in places:
-        groups.setdefault(finding.group, {}).setdefault(finding.topic, []).append(finding)
-    for group, topics in groups.items():
+    for group, found in together((one.group, one) for one in places).items():
         table.add_row()
         table.add_row("", Text(group, style="bold"))
-        for finding in chain.from_iterable(topics.values()):
+        for finding in chain.from_iterable(together((one.topic, one) for one in found).values()):
             status, value = finding.status, Text(finding.value)
             if place := places[finding]:
                 value.append(f" [{place}]", style="cyan")
@@ -160,15 +153,15 @@ def _finding_table(report: Report) -> Table:
 
 def _places(nodes: Sequence[tuple[Node, Sequence[Finding]]]) -> dict[Finding, str]:
     """Return the findings, equal ones once, each with its nodes and ranks unless it is of all."""
-    sources = [
+    sources = (
         (replace(finding, ranks=()), (node.name, finding.ranks))
         for node, findings in nodes
         for finding in findings
-    ]
+    )
     places = {}
     for finding, found in together(sources).items():
-        ranks = [rank for _, some_ranks in found for rank in some_ranks]
-        words = [some((host for host, _ in found), NAMED)] if len(found) < len(nodes) else []
-        words += [numbered("rank", ranks)] if ranks else []
+        hosts, ranks = zip(*found, strict=True)
+        words = [some(hosts, NAMED)] if len(hosts) < len(nodes) else []
+        words += [numbered("rank", some_ranks)] if (some_ranks := sum(ranks, ())) else []
         places[finding] = ", ".join(words)
     return places
