@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import difflib
 import functools
-import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
+from importlib.metadata import distribution
 from typing import Any
 
 import dask.config
 
 from hpcdask.errors import UsageError
 from hpcdask.jobs.folder import base_path, check_owned
-from hpcdask.node.scratch import base_folder
 from hpcdask.queues.environment import job_id
 from hpcdask.queues.registry import systems
 from hpcdask.security.credentials import check_configuration
@@ -34,13 +31,9 @@ SECTIONS = {
     "jobqueue": "jobqueue: {slurm: {queue: gpu}}",
 }
 OWN_KEYS = ("port-range", "shared-directory")
-#: Keys that name a folder, and whether an existing one must be this user's own.
-FOLDERS = {
-    "shared-temp-directory": True,
-    "log-directory": True,
-    "local-directory": False,
-    "shared-directory": False,
-}
+#: Keys that name folders: of the user's own, one of the nodes, and one that must exist.
+OWNED = ("shared-temp-directory", "log-directory")
+OF_NODES, SHARED = "local-directory", "shared-directory"
 #: Characters of a value that are shown; similarity of a misspelt name.
 SHOWN, ALIKE = 100, 0.75
 #: Keywords that a site may leave to its users.
@@ -75,18 +68,18 @@ def _findings() -> Iterator[Finding]:
         yield finding("files", "ok", value)
     files: dict[str, list[str]] = {}
     for section, content, source in found:
-        if section.partition(".")[0] not in SECTIONS:
+        example = SECTIONS.get(section.partition(".")[0])
+        if example is None:
             value = f"no such section, so without effect ({source})"
             yield finding(section, "warning", value, _meant(section, SECTIONS))
         elif not isinstance(content, Mapping):
             value = f"is {content}, not a section with keys ({source})"
-            advice = f"Write it as in {SECTIONS[section.partition('.')[0]]}"
-            yield finding(section, "warning", value, advice)
+            yield finding(section, "warning", value, f"Write it as in {example}")
         else:
             files.setdefault(section, []).append(source)
             yield from _check_names(section, content, source)
     for section, there in files.items():
-        obstacles = list(_check_folders(section))
+        obstacles = [one for key in (*OWNED, OF_NODES, SHARED) for one in _folder(section, key)]
         yield from obstacles
         if not obstacles and (refusal := _refusal(section)):
             yield finding(section, "warning", refusal, f"Correct it in {', '.join(there)}")
@@ -115,7 +108,8 @@ def _system_of(section: str) -> str | None:
 def _check_names(section: str, content: Mapping[str, Any], source: str) -> Iterator[Finding]:
     """Yield the settings of one source, and findings on names that nothing reads."""
     settings = _canonical(content)
-    value = ", ".join(f"{key}={_shortened(setting)}" for key, setting in settings.items())
+    texts = {key: " ".join(str(setting).split())[:SHOWN] for key, setting in settings.items()}
+    value = ", ".join(f"{key}={text}" for key, text in texts.items())
     yield finding(section, "ok", f"{value} ({source})")
     name, system = section.removeprefix("jobqueue."), _system_of(section)
     near = difflib.get_close_matches(name, systems(), 1, ALIKE)
@@ -128,40 +122,28 @@ def _check_names(section: str, content: Mapping[str, Any], source: str) -> Itera
         yield finding(section, "warning", value, _meant(key, known))
 
 
-def _shortened(setting: Any) -> str:
-    text = "" if setting is None else " ".join(str(setting).split())
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
-
-
-def _check_folders(section: str) -> Iterator[Finding]:
-    for key in FOLDERS:
-        if not (value := dask.config.get(f"{section}.{key}", None)):
-            continue
-        try:
-            check_folder(key, str(value))
-        except (OSError, UsageError) as error:
-            what, _, mend = str(error).removeprefix("--local-directory: ").partition(": ")
-            what = f"{key}: {what} ({source_of(f'{section}.{key}')})"
-            if key == "local-directory" and job_id() is None:
-                advice = "It is a folder of the nodes: see srun hpcdask doctor there"
-                yield finding(section, "note", what, advice)
-            else:
-                advice = f"To fix it: {mend or 'name a folder in which you may write'}"
-                yield finding(section, "warning", what, advice)
-
-
-def check_folder(key: str, value: str) -> None:
-    """Raise UsageError or OSError if the folder of a key can neither be used nor made."""
-    existing = path = Path(base_folder(value)) if key == "local-directory" else base_path(value)
-    while not existing.exists():
-        existing = existing.parent
-    missing = "" if existing == path else f"{path} is missing"
-    if missing and key == "shared-directory":
-        raise UsageError(missing)
-    if not FolderFacts.read(str(existing)).writable:
-        raise UsageError(", and ".join(filter(None, (missing, f"{existing} cannot be written"))))
-    if FOLDERS[key] and not missing:
-        check_owned(path)
+def _folder(section: str, key: str) -> Iterator[Finding]:
+    """Yield a finding on a key whose folder can neither be used nor made."""
+    if not (value := dask.config.get(f"{section}.{key}", None)):
+        return
+    try:
+        existing = path = base_path(str(value))
+        while not existing.exists() and key != SHARED:
+            existing = existing.parent
+        if not FolderFacts.read(str(existing)).writable:
+            problem = "cannot be written" if existing.exists() else "is missing"
+            raise UsageError(f"{existing} {problem}")
+        if key in OWNED and existing == path:
+            check_owned(path)
+    except (OSError, UsageError) as error:
+        what, _, mend = str(error).partition(": ")
+        what = f"{key}: {what} ({source_of(f'{section}.{key}')})"
+        if key == OF_NODES and job_id() is None:
+            advice = "It is a folder of the nodes: see srun hpcdask doctor there"
+            yield finding(section, "note", what, advice)
+        else:
+            advice = f"To fix it: {mend or 'name a folder in which you may write'}"
+            yield finding(section, "warning", what, advice)
 
 
 def _refusal(section: str) -> str:
@@ -193,10 +175,8 @@ def _meant(name: str, known: Collection[str]) -> str:
 @functools.cache
 def _keys(system: str | None) -> Collection[str]:
     """Return the keys of a system's section, or of any, by dask-jobqueue's defaults."""
-    spec = find_spec("dask_jobqueue")  # its import writes a file
-    assert spec is not None
-    assert spec.origin is not None
-    defaults = os.path.join(os.path.dirname(spec.origin), "jobqueue.yaml")
-    ((_, content),) = dask.config.collect_yaml([defaults], return_paths=True)
+    # its import writes a file
+    defaults = distribution("dask-jobqueue").locate_file("dask_jobqueue/jobqueue.yaml")
+    (content,) = dask.config.collect_yaml([str(defaults)])
     sections = content["jobqueue"]
     return set().union(*([sections[system]] if system in sections else sections.values()))
