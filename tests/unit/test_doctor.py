@@ -95,7 +95,6 @@ def facts_of(cards: list[Facts], ucx: UcxInstall = PYPI, **more: Any) -> Facts:
             "executable": "/opt/env/bin/python",
             "kernel": "5.14.0",
             "packages": dict(CUDA13),
-            "unfit": [],
         },
         "mpi": {"version": "4.1.1", "linked": "Open MPI v5.0.8", "error": ""},
         "name": {"name": "node1", "addresses": ["10.1.0.7"]},
@@ -281,8 +280,6 @@ FAULTS: dict[Callable[[], Facts], list[tuple[Change, str, str, str, str]]] = {
         # Packages
         (packages(distributed="2026.6.0"), "dask", "error", "2026.6.0", "CVE-2026-23528"),
         (packages(dask="2026.8.0"), "dask", "error", "2026.8.0", "dask==2026.7.1"),
-        (packages(dask=None), "dask", "error", "dask None", "Install both"),
-        (group("software", unfit=["dask==2026.6.0"]), "dask-cuda", "warning", "made for", "pip"),
         (packages(cupy_cuda12x="14.2.0"), "one CUDA", "error", "cupy-cuda12x, ", "new env"),
         (packages(rmm_cu13=None, rmm_cu12="26"), "one CUDA", "error", "rmm-cu12", "new"),
         (packages(cuda_bindings=None), "cuda-bindings", "error", "not installed", "start"),
