@@ -49,7 +49,11 @@ def run(
     use(parse_port_range(port_range, "--port-range") or configured_port_range())
     rank = ranks.detect()
     first = rank is None or rank.local_index == 0
-    readers = {name: group.read for name, group in nodes.GROUPS.items() if first or group.by_all}
+    readers = {
+        name: group.read
+        for name, group in nodes.GROUPS.items()
+        if group.read and (first or group.by_all)
+    }
     if not gpus:
         del readers["gpus"]
         readers["fabric"] = functools.partial(fabric.look, gpus=False)

@@ -16,6 +16,7 @@ from hpcdask.comm.transport import NodeLinks, confined
 from hpcdask.gpu import driver, nvml
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu, visible_gpus
 from hpcdask.gpu.nvml import Device
+from hpcdask.gpu.samples import REASONS
 from hpcdask.logs import some, spans
 from hpcdask.spec.records import Record
 
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 finding = partial(Finding, "GPUs")
 #: Part of the command lines of the doctor's own processes on a GPU.
 OWN = "hpcdask.doctor"
-#: Compute modes by NVML's numbers.
-EXCLUSIVE_THREAD, PROHIBITED, EXCLUSIVE_PROCESS = 1, 2, 3
-#: Clock limits that heat or a weak supply cause (NVML's clocks event reasons).
-SLOWDOWNS = {0x8: "hardware slowdown", 0x60: "heat", 0x80: "power brake"}
+#: Compute modes of GPUs that are not for several processes, by NVML's numbers.
+MODES = {1: "exclusive", 2: "prohibited", 3: "exclusive"}
+#: Reasons that hold the clocks of sound GPUs back, by NVML's bits: a power cap, and sync boost.
+USUAL = 0x4 | 0x10
 LEAVE_OUT = "Tell the site's staff, and leave the GPU out with CUDA_VISIBLE_DEVICES"
 OTHER_NODE = "Tell the site's staff, or choose another node"
 #: Fraction of free device memory below which somebody else uses the GPU.
@@ -166,9 +167,8 @@ def check(known: GpusFacts, node: Node) -> Iterator[Finding]:
 def _none(known: GpusFacts, node: Node) -> Finding:
     queue = node.facts.queue
     if known.device_files:
-        visible = next(iter(node.processes.values())).env.get("CUDA_VISIBLE_DEVICES")
-        hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
-        value = f"none of this node's may be used{hidden}"
+        visible = next(iter(node.processes.values())).env.get("CUDA_VISIBLE_DEVICES", "not set")
+        value = f"none of this node's may be used (CUDA_VISIBLE_DEVICES: {visible or 'empty'})"
     elif queue and queue.job:
         value = "no NVIDIA GPU here, inside a job"
     else:
@@ -192,16 +192,15 @@ def _flaws(gpu: GpuFacts, node: Node) -> Iterator[Finding]:
     if (gpu.pcie_width or math.inf) < (gpu.pcie_max_width or 0):
         value = f"{SLOW}x{gpu.pcie_width} of x{gpu.pcie_max_width} lanes in use"
         yield finding("PCIe", "warning", value, OTHER_NODE)
-    if gpu.compute_mode == PROHIBITED:
-        yield finding("compute mode", "error", "prohibited", "Use another node or GPU")
-    if gpu.compute_mode in (EXCLUSIVE_THREAD, EXCLUSIVE_PROCESS):
-        advice = "One process only can use such a GPU, not so with ucx or --oversubscribe: "
+    if mode := MODES.get(gpu.compute_mode or 0):
+        advice = "One process at most can use such a GPU, ucx and --oversubscribe need more: "
         advice += "nvidia-smi -c 0, or SLURM's --gpu_cmode=shared where the site allows it"
-        yield finding("compute mode", "warning", "exclusive", advice)
+        yield finding("compute mode", "error" if mode == "prohibited" else "warning", mode, advice)
     if gpu.persistence == 0:
         hint = "The first use of an idle GPU takes some seconds more"
         yield finding("persistence mode", "ok", "off", hint)
-    if causes := [text for bits, text in SLOWDOWNS.items() if (gpu.clock_limits or 0) & bits]:
+    unusual = (gpu.clock_limits or 0) & ~USUAL
+    if causes := [text for bit, text in REASONS.items() if unusual & bit]:
         value = f"{SLOW}slowed down by the driver: {', '.join(causes)}"
         yield finding("clocks", "warning", value, OTHER_NODE)
     most = max(other.nvlinks for other in node.gpus if other.name == gpu.name)
@@ -238,19 +237,16 @@ def _confined(node: Node) -> Iterator[Finding]:
 
 def _nvlink(node: Node) -> Iterator[Finding]:
     """Yield a finding on the pairs of GPUs that NVLink joins, where a rank sees all of them."""
-    gpus, fabric = node.gpus, node.facts.fabric
-    uuids, value = {gpu.uuid for gpu in gpus}, "between all GPUs"
-    if len(gpus) < 2 or fabric is None:
+    uuids, fabric = {gpu.uuid for gpu in node.gpus}, node.facts.fabric
+    if len(uuids) < 2 or fabric is None:
         return
-    joined = sum(uuids.issuperset(pair) for pair in fabric.nvlink)
-    every = len(gpus) * (len(gpus) - 1) // 2
-    if any(gpu.sliced for gpu in gpus):
-        value = "not between MIG slices"
-    elif not uuids.issubset(fabric.gpus):
-        return
-    elif joined < every:
+    if any(gpu.sliced for gpu in node.gpus):
+        yield finding("NVLink", "ok", "not between MIG slices")
+    elif uuids.issubset(fabric.gpus):
+        joined = sum(uuids.issuperset(pair) for pair in fabric.nvlink)
+        every = len(uuids) * (len(uuids) - 1) // 2
         value = f"between {joined} of {every} pairs of GPUs (nvidia-smi topo -m)"
-    yield finding("NVLink", "ok", value)
+        yield finding("NVLink", "ok", "between all GPUs" if joined == every else value)
 
 
 def _ranks(node: Node) -> Iterator[Finding]:
@@ -267,9 +263,6 @@ def _ranks(node: Node) -> Iterator[Finding]:
         value = f"{len(ranks)} ranks for {len(gpus)} GPUs: {idle} without work"
         yield finding(topic, "warning", value, f"Start {len(gpus)} ranks on each node")
     else:
-        every = all(
-            known.gpus and len(known.gpus.gpus) == len(gpus) for known in node.reports.values()
-        )
-        yield finding(
-            topic, "ok", "each sees all and takes its own" if every else "each sees its own"
-        )
+        every = all(len(seen) == len(gpus) for seen in node.seen.values())
+        value = "each sees all and takes its own" if every else "each sees its own"
+        yield finding(topic, "ok", value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ class Group(NamedTuple):
     One rank of each node reads the group, or all of them.
     """
 
-    read: Callable[[], Record | None]
+    read: Callable[[], Record | None] | None
     check: Callable[[Any, Any], Iterable[Finding]] = lambda known, node: ()
     by_all: bool = False
 
@@ -63,6 +63,7 @@ GROUPS = {
     "software": Group(SoftwareFacts.read, software.check),
     "mpi": Group(MpiFacts.read, software.check_mpi),
     "gpus": Group(GpusFacts.read, gpus.check, by_all=True),
+    "stack": Group(None, proofs.check_stack),  # proven after the others
     "fabric": Group(fabric.look, links.check, by_all=True),
     "ports": Group(PortFacts.read, links.check_range),
     "queue": Group(QueueFacts.read, queue.check),
@@ -116,9 +117,15 @@ class Node:
         return self._of("fabric")
 
     @property
+    def seen(self) -> dict[int, tuple[GpuFacts, ...]]:
+        """GPUs by rank, none of one that could not look."""
+        known = self.reports.items()
+        return {rank: report.gpus.gpus if report.gpus else () for rank, report in known}
+
+    @property
     def gpus(self) -> tuple[GpuFacts, ...]:
         """GPUs that its ranks see, each once, by number."""
-        every = {gpu.uuid: gpu for known in self._of("gpus").values() for gpu in known.gpus}
+        every = {gpu.uuid: gpu for gpus in self.seen.values() for gpu in gpus}
         return tuple(sorted(every.values(), key=lambda gpu: (gpu.index, gpu.uuid)))
 
     @property
@@ -137,53 +144,39 @@ class Node:
         ranks = len(self.processes) or len(self.reports)
         return ranks if ranks > 1 else max(1, len(self.gpus))
 
-    def assign(self) -> tuple[dict[int, list[Gpu]], str]:
+    def assign(self) -> tuple[Mapping[int, Sequence[Gpu]], str]:
         """Return the GPUs of each rank's workers; those that it sees and an error if some lack."""
-        known = self._of("gpus")
-        seen = {rank: [*known[rank].gpus] if rank in known else [] for rank in self.reports}
-        if len(seen) == 1 or not self.gpus:
-            return seen, ""
+        if len(self.seen) == 1 or not self.gpus:
+            return self.seen, ""
         views = [
-            Inventory(rank, "this node", place, tuple(gpus), (), 0)
-            for place, (rank, gpus) in enumerate(seen.items())
+            Inventory(rank, "this node", place, gpus, (), 0)
+            for place, (rank, gpus) in enumerate(self.seen.items())
         ]
         try:
             given = assign_devices(views, RunSpec(device="cuda"), by_hand=False, job=None)
         except DeviceError as error:
-            return seen, str(error)
+            return self.seen, str(error)
         return {rank: [gpu for gpu in group if gpu] for rank, group in given.items()}, ""
 
 
 def examine(node: Node) -> list[Finding]:
-    """Return all findings of one node."""
-    found = _of_ranks({rank: _problems(report) for rank, report in node.reports.items()})
-    if not node.processes:
-        return found
-    facts = node.facts
+    """Return all findings of one node; those of its ranks have the ranks, unless all have them."""
+    found: list[Finding] = []
     for name, group in GROUPS.items():
-        if known := getattr(facts, name):
+        if node.processes and (known := getattr(node.facts, name)):
             found += group.check(known, node)
-        if name == "gpus" and facts.stack:
-            found += proofs.check_stack(facts.stack, node)
-    return found + _of_ranks(
-        {
-            rank: [*host.check_process(process, node), *links.check_settings(process, node)]
-            for rank, process in node.processes.items()
-        }
-    )
+    sources = ((one, rank) for rank, report in node.reports.items() for one in _own(report, node))
+    for finding, ranks in together(sources).items():
+        some_ranks = tuple(ranks) if len(ranks) < len(node.reports) else ()
+        found.append(dataclasses.replace(finding, ranks=some_ranks))
+    return found
 
 
-def _problems(report: RankFacts) -> Iterator[Finding]:
-    """Yield a finding on each group that could not be gathered."""
+def _own(report: RankFacts, node: Node) -> Iterator[Finding]:
+    """Yield findings on a rank's own limits and settings, and on what it could not look at."""
+    if report.process:
+        yield from host.check_process(report.process, node)
+        yield from links.check_settings(report.process, node)
     for group, problem in report.problems.items():
         topic, advice = group.replace("_", " "), ADVICE.get(group, AGAIN)
         yield Finding("could not be looked at", topic, "error", problem, advice)
-
-
-def _of_ranks(found: Mapping[int, Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of ranks, equal ones once, with their ranks unless all have them."""
-    sources = ((finding, rank) for rank, findings in found.items() for finding in findings)
-    return [
-        dataclasses.replace(finding, ranks=tuple(ranks) if len(ranks) < len(found) else ())
-        for finding, ranks in together(sources).items()
-    ]
