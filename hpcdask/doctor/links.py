@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -49,15 +49,15 @@ def _usable(known: Fabric) -> list[str]:
 def _infiniband(known: Fabric) -> Iterator[Finding]:
     usable = ", ".join(_usable(known))
     idle = ", ".join(f"{p.name} {p.state}" for p in known.infiniband if p.state != "ACTIVE")
-    shut = [p.name for p in known.infiniband if p.state == "ACTIVE" and not p.accessible]
+    shut = ", ".join(p.name for p in known.infiniband if p.state == "ACTIVE" and not p.accessible)
     if shut:
         advice = "Start the container with the devices in /dev/infiniband, or request them"
-        yield finding("InfiniBand", "warning", f"{', '.join(shut)} cannot be opened", advice)
-    elif idle and not usable:
-        advice = "No port is active: tell the site's staff if it should be"
-        yield finding("InfiniBand", "warning", idle, advice)
+        yield finding("InfiniBand", "warning", f"{shut} cannot be opened", advice)
     if usable:
         yield finding("InfiniBand", "ok", usable, idle and f"Not active: {idle}")
+    elif idle and not shut:
+        advice = "No port is active: tell the site's staff if it should be"
+        yield finding("InfiniBand", "warning", idle, advice)
 
 
 def _ucx(known: Fabric, *, has_gpus: bool) -> Iterator[Finding]:
@@ -89,16 +89,16 @@ def check_settings(process: ProcessFacts, node: Node) -> Iterator[Finding]:
         if re.match(slow, value, re.IGNORECASE):
             yield of_settings(name, "warning", f"{SLOW}with {value}, {lost}", advice)
     if known := node.facts.fabric:
-        yield from _tls(process.env, known, node)
-        yield from _devices(process.env, known)
+        yield from _tls(process.env.get(TLS, ""), known, node)
+        yield from _devices(process.env.get(DEVICES, ""), known)
     if process.env:
         values = " ".join(f"{name}={value}" for name, value in sorted(process.env.items()))
         yield of_settings("variables", "ok", values)
 
 
-def _tls(environ: Mapping[str, str], known: Fabric, node: Node) -> Iterator[Finding]:
+def _tls(transports: str, known: Fabric, node: Node) -> Iterator[Finding]:
     """Yield a finding on the links that ``UCX_TLS`` leaves out in one rank."""
-    ucx = dataclasses.replace(known.ucx, tls=environ.get(TLS, ""))
+    ucx = dataclasses.replace(known.ucx, tls=transports)
     wanted = {
         "NVLink is not used (no cuda_ipc)": ("nvlink", node.gpus and known.nvlink),
         "GPU memory is not sent by UCX (no cuda_copy)": ("copies", node.gpus),
@@ -106,25 +106,22 @@ def _tls(environ: Mapping[str, str], known: Fabric, node: Node) -> Iterator[Find
     }
     lost = [text for text, (part, there) in wanted.items() if there and not ucx.permits(part)]
     if lost:
-        value = f"{SLOW}with {ucx.tls}, {', '.join(lost)}"
+        value = f"{SLOW}with {transports}, {', '.join(lost)}"
         advice = "Unset UCX_TLS and let UCX choose, or add what is missing"
         yield of_settings(TLS, "warning", value, advice)
 
 
-def _devices(environ: Mapping[str, str], known: Fabric) -> Iterator[Finding]:
-    """Yield a finding on named devices that do not exist, or on InfiniBand that is not named."""
-    devices = environ.get(DEVICES, "")
-    listed = {*devices.split(",")} - {""}
-    if not listed or "all" in listed or set(devices) & set("^*?~"):  # UCX takes patterns, too
+def _devices(devices: str, known: Fabric) -> Iterator[Finding]:
+    """Yield a finding on ``UCX_NET_DEVICES`` without a device of this node, or its InfiniBand."""
+    if not devices or re.search("all|[*?^~]", devices):  # UCX takes patterns, too
         return
-    ports = {port.name for port in known.infiniband}
-    ports |= {name.partition(":")[0] for name in ports}
-    there = ports | {one.name for one in known.interfaces}
-    if wrong := listed - there - {"lo"}:
-        value = f"{devices}: this node has no {', '.join(sorted(wrong))}"
-        advice = f"Unset it, or choose of {', '.join(sorted(there)) or 'none'}, which are there"
+    ports = {name for port in known.infiniband for name in (port.name, port.name.split(":")[0])}
+    there = sorted({*ports, *(one.name for one in known.interfaces)})
+    if wrong := sorted({*devices.split(",")}.difference(there, ("lo", ""))):
+        value = f"{devices}: this node has no {', '.join(wrong)}"
+        advice = f"Unset it, or choose of {', '.join(there) or 'none'}, which are there"
         yield of_settings(DEVICES, "error", value, advice)
-    elif not listed & ports and _usable(known):
+    elif _usable(known) and ports.isdisjoint(devices.split(",")):
         value = f"{SLOW}with {devices}, InfiniBand is not used"
         advice = f"Unset it, or name a port: {', '.join(_usable(known))}"
         yield of_settings(DEVICES, "warning", value, advice)

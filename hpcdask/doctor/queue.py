@@ -30,14 +30,14 @@ GPU_VARIABLES = re.compile(r"(SLURM|PBS|LSB|SGE|FLUX|_CONDOR)_\w*(GPU|GRES|TRES)
 class QueueFacts(Record):
     """Job of this process, its variables about GPUs, and the output of SLURM's commands.
 
-    `request` is how to get a GPU. Without an ``srun``, `srun` is None.
+    `request` is how to get a GPU.
     """
 
     system: str = ""
     job: str | None = None
     request: str = ""
     gpus: dict[str, str] = field(default_factory=dict)
-    srun: str | None = None
+    srun: str = ""
     controller: str = ""
 
     @classmethod
@@ -46,15 +46,16 @@ class QueueFacts(Record):
         (system, _), job = title_and_request(), job_id()
         gpus = {name: value for name, value in os.environ.items() if GPU_VARIABLES.match(name)}
         # the last line is an effect of those before
-        srun = _output("srun", "--version").rpartition("; ")[2] if shutil.which("srun") else None
+        srun = _output("srun", "--version").rpartition("; ")[2]
         # of a job with many nodes, all would ask
-        asks = not job and (srun or "").startswith("slurm") and shutil.which("scontrol")
-        controller = _output("scontrol", "ping") if asks else ""
+        controller = _output("scontrol", "ping") if srun.startswith("slurm") and not job else ""
         return cls(system, job, how_to_request(job), gpus, srun, controller)
 
 
 def _output(*command: str) -> str:
-    """Return what a command of SLURM prints, or why it does not answer."""
+    """Return what a command prints, or why it does not answer; empty where there is none."""
+    if not shutil.which(command[0]):
+        return ""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S, check=False
@@ -68,18 +69,14 @@ def check(known: QueueFacts, node: Node) -> Iterator[Finding]:
     """Yield findings on the job on one node, and on SLURM."""
     if known.job:
         gpus = " ".join(f"{name}={value}" for name, value in sorted(known.gpus.items()))
-        value = (
-            f"{known.system} {known.job.partition('.r')[0]}, {gpus or 'no GPUs by its variables'}"
-        )
-        yield finding("job", "ok", value)
+        value = f"{known.system} {known.job.partition('.r')[0]}"
+        yield finding("job", "ok", f"{value}, {gpus or 'no GPUs by its variables'}")
     advice = "See whether SLURM works on this node: srun --version"
-    if known.srun is None:
-        return
     if known.srun.startswith("slurm"):
         yield finding("srun", "ok", known.srun)
-    elif known.job:
+    elif known.srun and known.job:
         yield finding("srun", "warning", known.srun, advice)
-    else:
+    elif known.srun:
         value = f"does not work here, and may not be needed: {known.srun}"
         yield finding("srun", "note", value, advice)
     if known.controller and " is UP" not in known.controller:
