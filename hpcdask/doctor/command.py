@@ -143,13 +143,13 @@ class _Leader:
             return await asyncio.wait_for(self._channels[rank].receive(), seconds)
         return None
 
-    async def _try_nccl(self, rank: int, order: dict[str, Any]) -> dict[str, Outcome]:
+    async def _try_nccl(self, rank: int, order: dict[str, Any]) -> list[Outcome]:
         """Return the outcomes of a rank's GPUs; none of a rank that has gone."""
         if rank == 0:
             return await proofs.obey(0, order)
         self._channels[rank].send(nccl=order)
         told = await self._receive(rank, proofs.NCCL_DEADLINE_S + SPARE_S) or {}
-        return {number: Outcome.from_json(one) for number, one in told.get("nccl", {}).items()}
+        return [Outcome.from_json(one) for one in told.get("nccl", ())]
 
 
 async def _follow(rank: Rank, gathering: Gathering, timeout: float) -> int:
@@ -162,8 +162,8 @@ async def _follow(rank: Rank, gathering: Gathering, timeout: float) -> int:
     while (order := await channel.receive()) is not None:
         if "end" in order:
             return int(order["end"])
-        told = await proofs.obey(rank.index, order["nccl"])
-        channel.send(nccl={number: one.to_json() for number, one in told.items()})
+        outcomes = await proofs.obey(rank.index, order["nccl"])
+        channel.send(nccl=[one.to_json() for one in outcomes])
     if rank.index == 1:
         complain(f"rank 0 on {info.host} is gone: see what it printed")
     return 2

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from hpcdask.comm import fabric
 from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import DeviceError
-from hpcdask.gpu.devices import Gpu
 from hpcdask.node.placement import Inventory
 from hpcdask.runner.plan import assign_devices
 from hpcdask.spec.records import Record
@@ -144,7 +143,7 @@ class Node:
         ranks = len(self.processes) or len(self.reports)
         return ranks if ranks > 1 else max(1, len(self.gpus))
 
-    def assign(self) -> tuple[Mapping[int, Sequence[Gpu]], str]:
+    def assign(self) -> tuple[Mapping[int, Sequence[GpuFacts]], str]:
         """Return the GPUs of each rank's workers; those that it sees and an error if some lack."""
         if len(self.seen) == 1 or not self.gpus:
             return self.seen, ""
@@ -156,7 +155,8 @@ class Node:
             given = assign_devices(views, RunSpec(device="cuda"), by_hand=False, job=None)
         except DeviceError as error:
             return self.seen, str(error)
-        return {rank: [gpu for gpu in group if gpu] for rank, group in given.items()}, ""
+        known = {gpu.uuid: gpu for gpu in self.gpus}
+        return {rank: [known[gpu.uuid] for gpu in one if gpu] for rank, one in given.items()}, ""
 
 
 def examine(node: Node) -> list[Finding]:

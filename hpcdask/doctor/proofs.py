@@ -74,7 +74,13 @@ class Outcome(Record):
     @property
     def merged(self) -> dict[str, Any]:
         """All facts of the steps, the last one of each name."""
-        return {name: value for step in self.steps for name, value in step.items()}
+        return dict(ChainMap(*reversed(self.steps)))
+
+    def ending(self, deadline_s: float) -> str:
+        """Return how a process ended that had this deadline."""
+        if self.ended is None:
+            return f"no answer within {deadline_s:g} s"
+        return f"its process ended with code {self.ended}"
 
 
 # The processes
@@ -184,47 +190,47 @@ def members(nodes: Iterable[Node]) -> list[Member]:
     """Return the GPUs that the ranks would use, each once."""
     found: dict[str, Member] = {}
     for node in nodes:
-        numbers = {gpu.uuid: gpu.index for gpu in node.gpus}
         for rank, gpus in node.assign()[0].items():
             for gpu in gpus:
-                name = f"GPU {numbers[gpu.uuid]} of {node.name}"
+                name = f"GPU {gpu.index} of {node.name}"
                 found.setdefault(gpu.uuid, Member(rank, name, gpu.uuid))
     return list(found.values())
 
 
-#: Function that sends an order to a rank, and returns its processes' outcomes by NCCL's rank.
-Ask = Callable[[int, dict[str, Any]], Awaitable[dict[str, Outcome]]]
+#: Function that sends an order to a rank, and returns the outcomes of the rank's GPUs in order.
+Ask = Callable[[int, dict[str, Any]], Awaitable[list[Outcome]]]
 
 
 async def measure(every: Sequence[Member], ask: Ask) -> list[tuple[str, Outcome]]:
     """Measure an all-reduce between all GPUs; return each one's name and outcome."""
-    found: dict[str, Outcome] = {}
-    if len(every) > 1:
-        host = await _start("host", **SPEAK)
-        try:
-            known = await _hear(host, NCCL_DEADLINE_S, until="id")
-            if not (unique_id := known.merged.get("id")):
-                return [(one.name, known) for one in every]
-            gpus = [(one.rank, one.uuid) for one in every]
-            order = {"id": unique_id, "nbytes": NBYTES, "gpus": gpus}
-            answers = await asyncio.gather(*(ask(rank, order) for rank in dict(gpus)))
-        finally:
-            await _kill(host)
-        found = dict(ChainMap(*answers))
-    return [(one.name, found.get(str(n), Outcome())) for n, one in enumerate(every)]
+    if len(every) < 2:
+        return [(one.name, Outcome()) for one in every]
+    host = await _start("host", **SPEAK)
+    try:
+        known = await _hear(host, NCCL_DEADLINE_S, until="id")
+        if not (unique_id := known.merged.get("id")):
+            return [(one.name, known) for one in every]
+        gpus = [(one.rank, one.uuid) for one in every]
+        order = {"id": unique_id, "nbytes": NBYTES, "gpus": gpus}
+        answers = await asyncio.gather(*(ask(rank, order) for rank in dict(gpus)))
+    finally:
+        await _kill(host)
+    outcomes = {rank: iter(answer) for rank, answer in zip(dict(gpus), answers, strict=True)}
+    return [(one.name, next(outcomes[one.rank], Outcome())) for one in every]
 
 
-async def obey(rank: int, order: dict[str, Any]) -> dict[str, Outcome]:
-    """Run the processes of a rank's GPUs, and return their outcomes by NCCL's rank."""
+async def obey(rank: int, order: dict[str, Any]) -> list[Outcome]:
+    """Run the processes of a rank's GPUs, and return their outcomes in order."""
 
     async def reduce(number: int, uuid: str) -> Outcome:
         word = json.dumps({**order, "number": number})
         process = await _start(word, CUDA_VISIBLE_DEVICES=uuid, **SPEAK)
         return await _hear(process, NCCL_DEADLINE_S)
 
-    own = {number: uuid for number, (of, uuid) in enumerate(order["gpus"]) if of == rank}
-    found = await asyncio.gather(*(reduce(*gpu) for gpu in own.items()))
-    return dict(zip(map(str, own), found, strict=True))
+    gpus = enumerate(order["gpus"])
+    return await asyncio.gather(
+        *(reduce(number, uuid) for number, (of, uuid) in gpus if of == rank)
+    )
 
 
 async def _start(*arguments: str, **variables: str) -> asyncio.subprocess.Process:
@@ -271,13 +277,13 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
 
 def check_stack(known: Outcome, node: Node) -> Iterator[Finding]:
     """Yield findings on the steps that were tried."""
+    extra, last = fitting_extra(node), "Python"
 
-    def advice(step: str) -> str:
-        text = STACK_ADVICE.get(step, "See python -m hpcdask.doctor.proofs")
-        extra = fitting_extra(node)
-        return text.format(extra=extra, install=installing(extra))
+    def failed(step: str, reason: str) -> Finding:
+        advice = STACK_ADVICE.get(step, "See python -m hpcdask.doctor.proofs")
+        advice = advice.format(extra=extra, install=installing(extra))
+        return of_stack(f"{step} fails", "error", reason, advice)
 
-    last = "Python"
     for step in known.steps:
         name = step["step"]
         if name == "ucxx" and "cuda" not in step.get("text", "cuda"):
@@ -285,16 +291,12 @@ def check_stack(known: Outcome, node: Node) -> Iterator[Finding]:
             see = "See what UCX says: UCX_LOG_LEVEL=debug python -m hpcdask.doctor.proofs"
             yield of_stack("ucxx works", "warning", value, see)
         elif "text" in step:
-            value = f"{step['text']} ({step['seconds']:.1f} s)"
-            yield of_stack(f"{name} works", "ok", value)
+            yield of_stack(f"{name} works", "ok", f"{step['text']} ({step['seconds']:.1f} s)")
         elif "error" in step:
-            yield of_stack(f"{name} fails", "error", step["error"], advice(name))
+            yield failed(name, step["error"])
         last = "Python" if "seconds" in step else name
     if known.ended != 0:
-        what = f"ended its process with code {known.ended}"
-        if known.ended is None:
-            what = f"did not answer within {STACK_DEADLINE_S:g} s"
-        yield of_stack(f"{last} fails", "error", what, advice(last))
+        yield failed(last, known.ending(STACK_DEADLINE_S))
 
 
 def check_nccl(known: Sequence[tuple[str, Outcome]] | None) -> Iterator[Finding]:
@@ -303,36 +305,31 @@ def check_nccl(known: Sequence[tuple[str, Outcome]] | None) -> Iterator[Finding]
         return
     count = len(known)
     if count < 2:
-        there = "one GPU" if known else "no GPU"
-        value = f"{there} known in this launch: there is nothing to check"
+        value = f"{plural(count, 'GPU')} known in this launch: there is nothing to check"
         yield of_nccl(REDUCE, "ok", value)
         return
-    versions = together(
-        (one.merged["version"], name) for name, one in known if "version" in one.merged
-    )
-    causes = together((cause, name) for name, one in known if (cause := _cause(one)))
+    merged = [(name, outcome.merged) for name, outcome in known]
+    versions = together((one["version"], name) for name, one in merged if "version" in one)
     if len(versions) > 1:
         value = "; ".join(f"{one} on {some(names, 2)}" for one, names in versions.items())
         yield of_nccl("version", "error", value, "Use one environment on all nodes")
     elif versions:
-        yield of_nccl("version", "ok", next(iter(versions)))
+        yield of_nccl("version", "ok", *versions)
+    causes = together((cause, name) for name, one in known if (cause := _cause(one)))
     if not causes:
-        seconds = max(outcome.merged["seconds"] for _, outcome in known)
+        seconds = max(one["seconds"] for _, one in merged)
         rate = nccl.bus_bandwidth(NBYTES, seconds, count) / 1e9
         value = f"right between {count} GPUs, {rate:.3g} GB/s bus bandwidth"
         yield of_nccl(REDUCE, "ok", f"{value} with {format_bytes(NBYTES)} of each")
         return
     # those that hang at the last step wait for those that failed
-    waits = (max((step for step, _ in causes), key=list(NCCL_ADVICE).index), _hang())
-    for (step, text), names in sorted(causes.items(), key=lambda one: one[0] == waits):
-        where, advice = "all GPUs" if len(names) == count else some(names), NCCL_ADVICE[step]
-        if (step, text) == waits and len(causes) > 1:
+    hang = Outcome().ending(NCCL_DEADLINE_S)
+    waits = (max((step for step, _ in causes), key=list(NCCL_ADVICE).index), hang)
+    for cause, names in sorted(causes.items(), key=lambda one: one[0] == waits):
+        where, advice = "all GPUs" if len(names) == count else some(names), NCCL_ADVICE[cause[0]]
+        if cause == waits and len(causes) > 1:
             where, advice = plural(len(names), "other GPU"), "See what is wrong with those above"
-        yield of_nccl(REDUCE, "error", f"{where}: {text} ({step})", advice)
-
-
-def _hang() -> str:
-    return f"no answer within {NCCL_DEADLINE_S:g} s"
+        yield of_nccl(REDUCE, "error", f"{where}: {cause[1]} ({cause[0]})", advice)
 
 
 def _cause(outcome: Outcome) -> tuple[str, str] | None:
@@ -341,11 +338,8 @@ def _cause(outcome: Outcome) -> tuple[str, str] | None:
     if known.get("right") and outcome.ended == 0:
         return None
     text = "the sum is wrong" if known.get("right") is False else known.get("error")
-    text = text or (
-        _hang() if outcome.ended is None else f"its process ended with code {outcome.ended}"
-    )
     said = f". NCCL says: {known['warned']}" if "warned" in known else ""
-    return str(known.get("step", "start")), f"{text}{said}"
+    return known.get("step", "start"), f"{text or outcome.ending(NCCL_DEADLINE_S)}{said}"
 
 
 if __name__ == "__main__":

@@ -726,15 +726,15 @@ DONE = {"step": "cupy", "text": "14.2.0", "seconds": 1.0}
          [("cupy fails", "error", "ImportError: x")]),
         (steps({"step": "cupy"}, DONE, {"step": "GPUs"}, ended=-11),
          [("cupy works", "ok", "14.2.0 (1.0 s)"),
-          ("GPUs fails", "error", "ended its process with code -11")]),
+          ("GPUs fails", "error", "its process ended with code -11")]),
         (steps({"step": "ucxx"}, ended=None),
-         [("ucxx fails", "error", "did not answer within 30 s")]),
+         [("ucxx fails", "error", "no answer within 30 s")]),
         (steps({"step": "ucxx", "text": "UCX 1.21 loads cma, cuda", "seconds": 2}),
          [("ucxx works", "ok", "UCX 1.21 loads cma, cuda (2.0 s)")]),
         (steps({"step": "ucxx", "text": "UCX 1.21 loads cma", "seconds": 2}),
          [("ucxx works", "warning",
            "slow: UCX 1.21 loads cma, not its CUDA module, so NVLink is not used")]),
-        (steps(ended=None), [("Python fails", "error", "did not answer within 30 s")]),
+        (steps(ended=None), [("Python fails", "error", "no answer within 30 s")]),
     ],
 )  # fmt: skip
 def test_what_the_stack_s_steps_mean(facts, expected):
