@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dask.utils import format_bytes
 
@@ -20,7 +20,7 @@ from hpcdask.gpu.samples import REASONS
 from hpcdask.logs import some, spans
 from hpcdask.spec.records import Record
 
-from .report import SLOW, Finding, together
+from .report import SLOW, Finding, Status, together
 
 if TYPE_CHECKING:
     from .nodes import Node
@@ -39,23 +39,11 @@ LEAST_FREE = 0.9
 
 
 @dataclass(frozen=True)
-class GpuProcess(Record):
-    """Process with a context on a GPU; without a name if it is outside of this container."""
-
-    pid: int
-    name: str | None = None
-    user: str | None = None
-    memory: int | None = None
-
-    def __str__(self) -> str:
-        user = f" of {self.user}" if self.user else ""
-        memory = f", {format_bytes(self.memory)}" if self.memory else ""
-        return f"{self.pid} ({self.name or 'not visible here'}{user}{memory})"
-
-
-@dataclass(frozen=True)
 class GpuFacts(Gpu):
-    """GPU or MIG slice with its state by NVML; None where NVML does not tell."""
+    """GPU or MIG slice with its state by NVML; None where NVML does not tell.
+
+    `processes` are those that compute on it, each with its id, name, user and memory.
+    """
 
     index: int = 0
     free: int = 0
@@ -70,7 +58,7 @@ class GpuFacts(Gpu):
     remap_failed: bool = False
     persistence: int | None = None
     capability: tuple[int, int] | None = None
-    processes: tuple[GpuProcess, ...] = ()
+    processes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, gpu: Gpu, device: Device) -> GpuFacts:
@@ -107,11 +95,10 @@ class GpuFacts(Gpu):
     @property
     def kind(self) -> str:
         """Return the model with its memory and links."""
-        pcie = (
-            f", PCIe gen {self.pcie_max_gen or '?'} x{self.pcie_width}" if self.pcie_width else ""
-        )
-        nvlinks = f", {self.nvlinks} NVLinks" if self.nvlinks else ""
-        return f"{self.name}, {format_bytes(self.memory)}{pcie}{nvlinks}"
+        words = [self.name, format_bytes(self.memory)]
+        words += [f"PCIe gen {self.pcie_max_gen} x{self.pcie_width}"] if self.pcie_width else []
+        words += [f"{self.nvlinks} NVLinks"] if self.nvlinks else []
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -134,16 +121,18 @@ class GpusFacts(Record):
         return cls(True, gpus, *versions)
 
 
-def _processes(device: Device) -> Iterator[GpuProcess]:
+def _processes(device: Device) -> Iterator[str]:
     """Yield the processes on a GPU, without the doctor's own."""
     import psutil
 
     for pid, nbytes in device.processes().items():
-        known: dict[str, Any] = {}
+        command, words = [], ["not visible here"]  # such as one outside of this container
         with contextlib.suppress(psutil.Error):
-            known = psutil.Process(pid).as_dict(["cmdline", "name", "username"])
-        if not any(OWN in word for word in known.get("cmdline") or ()):
-            yield GpuProcess(pid, known.get("name"), known.get("username"), nbytes)
+            process = psutil.Process(pid)
+            command, words = process.cmdline(), [f"{process.name()} of {process.username()}"]
+        if not any(OWN in word for word in command):
+            words += [format_bytes(nbytes)] if nbytes else []
+            yield f"{pid} ({', '.join(words)})"
 
 
 def check(known: GpusFacts, node: Node) -> Iterator[Finding]:
@@ -181,8 +170,7 @@ def _none(known: GpusFacts, node: Node) -> Finding:
 def _flaws(gpu: GpuFacts, node: Node) -> Iterator[Finding]:
     """Yield findings on one GPU, in words that others with the same flaw share."""
     if gpu.remap_failed:
-        value = "memory rows could not be remapped"
-        yield finding("memory errors", "error", value, LEAVE_OUT)
+        yield finding("memory errors", "error", "memory rows could not be remapped", LEAVE_OUT)
     if gpu.retirement_pending:
         value = "memory waits to be retired, at a reset"
         yield finding("memory errors", "warning", value, OTHER_NODE)
@@ -193,9 +181,9 @@ def _flaws(gpu: GpuFacts, node: Node) -> Iterator[Finding]:
         value = f"{SLOW}x{gpu.pcie_width} of x{gpu.pcie_max_width} lanes in use"
         yield finding("PCIe", "warning", value, OTHER_NODE)
     if mode := MODES.get(gpu.compute_mode or 0):
-        advice = "One process at most can use such a GPU, ucx and --oversubscribe need more: "
-        advice += "nvidia-smi -c 0, or SLURM's --gpu_cmode=shared where the site allows it"
-        yield finding("compute mode", "error" if mode == "prohibited" else "warning", mode, advice)
+        status: Status = "error" if mode == "prohibited" else "warning"
+        advice = "It is not for several processes: nvidia-smi -c 0, or srun --gpu_cmode=shared"
+        yield finding("compute mode", status, mode, advice)
     if gpu.persistence == 0:
         hint = "The first use of an idle GPU takes some seconds more"
         yield finding("persistence mode", "ok", "off", hint)
@@ -209,28 +197,27 @@ def _flaws(gpu: GpuFacts, node: Node) -> Iterator[Finding]:
         yield finding("NVLink links", "warning", value, LEAVE_OUT)
     if gpu.free < LEAST_FREE * gpu.memory:
         value = f"{format_bytes(gpu.free)} of {format_bytes(gpu.memory)}"
-        advice = "An RMM pool may find no room: end what is left over, or request the GPU for "
-        yield finding("free memory", "warning", value, f"{advice}yourself")
+        advice = "RMM's pool may not fit: end what is left over, or request the GPU for yourself"
+        yield finding("free memory", "warning", value, advice)
     if gpu.processes:
-        advice = "They share the GPU's memory and time: if yours are left from an earlier run, end "
-        value = some(map(str, gpu.processes), 8, "; ")
-        yield finding("other processes", "warning", value, f"{advice}them with kill PID")
+        advice = "They share its memory and time. If they are left from a run of yours: kill PID"
+        yield finding("other processes", "warning", some(gpu.processes, 8, "; "), advice)
     if gpu.cores and not node.cores.intersection(gpu.cores):
         value = f"{SLOW}none of the {len(node.cores)} cores that may be used ({spans(node.cores)}) "
         value += f"is near (near: {spans(gpu.cores)})"
-        advice = "Copies between host and GPU cross the node: request cores near the GPUs (srun "
-        advice += "--gpu-bind=closest), or all cores of the node"
+        advice = "Request cores near the GPUs (srun --gpu-bind=closest), or all cores of the node"
         yield finding("NUMA", "warning", value, advice)
 
 
 def _confined(node: Node) -> Iterator[Finding]:
     """Yield a finding on GPUs that a cgroup keeps from a rank, or from the whole job."""
     fabrics = node.fabrics.values()
+    hidden = max((one.hidden_gpus for one in fabrics), default=0)
     if confined([NodeLinks("", node.gpus, fabric) for fabric in fabrics]):
-        value = f"{SLOW}a cgroup keeps the ranks from each other's GPUs"
-        advice = "NVLink is not used between them (no CUDA IPC): let jobs have whole nodes, or "
-        yield finding("confined", "warning", value, f"{advice}start the ranks with --gpu-bind=none")
-    elif hidden := max((one.hidden_gpus for one in fabrics), default=0):
+        value = f"{SLOW}a cgroup keeps the ranks from each other's GPUs: NVLink is not used"
+        advice = "Let jobs have whole nodes, or start the ranks with --gpu-bind=none"
+        yield finding("confined", "warning", value, advice)
+    elif hidden:
         hint = "NVLink is not used between such jobs (no CUDA IPC): let each have a whole node"
         yield finding("confined", "ok", f"{hidden} of this node's GPUs belong to other jobs", hint)
 

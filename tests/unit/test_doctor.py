@@ -243,7 +243,7 @@ def group(name: str, **changes: Any) -> Change:
     return lambda facts: facts[name].update(changes)
 
 
-PROCESS = {"pid": 77, "name": "python", "user": "eve", "memory": 3 * GIB}
+PROCESSES = ["77 (python of eve, 3.00 GiB)", "78 (not visible here)"]
 #: On the nodes of the name: change, topic, status, words of the value, words of value or advice.
 FAULTS: dict[Callable[[], Facts], list[tuple[Change, str, str, str, str]]] = {
     nvlink_box: [
@@ -259,8 +259,7 @@ FAULTS: dict[Callable[[], Facts], list[tuple[Change, str, str, str, str]]] = {
         (gpu(nvlinks=17), "NVLink links", "warning", "slow: 17 of 18 links up", "(GPU 3)"),
         (gpu(free=10 * GIB), "free memory", "warning", "10.00 GiB of 140", "(GPU 3)"),
         (gpu(persistence=0), "persistence mode", "ok", "off (GPU 3)", "some seconds more"),
-        (gpu(processes=[PROCESS, {"pid": 78}]), "other processes", "warning",
-         "77 (python of eve, 3.00 GiB); 78 (not visible here)", "kill PID"),
+        (gpu(processes=PROCESSES), "other processes", "warning", "; ".join(PROCESSES), "kill PID"),
         (group("process", cores=[0, 1, 2, 3]), "NUMA", "warning", "slow: ", "(GPU 4-7)"),
         (group("fabric", nvlink=[["GPU-0", "GPU-1"]]), "NVLink", "ok", "1 of 28 pairs", "topo -m"),
         # Limits and folders
@@ -669,10 +668,9 @@ def test_a_slurm_that_does_not_answer(job, monkeypatch, inside, script, value):
 
 def test_processes_on_a_gpu_are_named_but_not_the_doctor_s_own(nvml, monkeypatch):
     nvml([{"uuid": "GPU-a", "now": {"processes": [[os.getpid(), 5]]}}])
-    (process,) = GpusFacts.read().gpus[0].processes
-    assert (process.pid, process.memory) == (os.getpid(), 5)
-    assert process.name == psutil.Process().name()
-    assert process.user == psutil.Process().username()
+    own = psutil.Process()
+    found = GpusFacts.read().gpus[0].processes
+    assert found == (f"{own.pid} ({own.name()} of {own.username()}, 5 B)",)
     monkeypatch.setattr(gpus, "OWN", psutil.Process().cmdline()[-1])
     assert GpusFacts.read().gpus[0].processes == ()
 
@@ -690,7 +688,7 @@ def test_what_nvml_tells(nvml, monkeypatch):
     assert first.pcie_width is None  # the stand-in has no such call
     assert (first.nvlinks, second.nvlinks) == (3, 0)
     assert second.index == 1
-    assert second.processes[0].name is None
+    assert second.processes == (f"{2**22 + 7} (not visible here)",)
     facts = facts_of([dataclasses.asdict(one) for one in found.gpus])
     assert sorted(bad(examine(facts))) == ["memory errors", "other processes"]
 
