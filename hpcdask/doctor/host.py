@@ -37,15 +37,15 @@ NETWORK_FUSE = re.compile(r"fuse\.(?!fuse-overlayfs$|squashfuse$)")
 VARIABLES = re.compile(
     r"UCX_|DASK_(DISTRIBUTED__COMM|UCX|RMM|TEMPORARY)|CUDA_|CUPY_|NVIDIA_VISIBLE|RAPIDS_LIBUCX"
 )
-_LEFT_OUT = "False", "UCX leaves it out", "Remove it (hpcdask's own option is --disable-nvlink)"
+LEFT_OUT = "False", "UCX leaves it out", "Remove it (hpcdask's own option is --disable-nvlink)"
 #: Variables and keys of Dask's configuration that cost speed: how slow values begin, what is lost,
 #: and advice.
 SLOW_SETTINGS = {
     "CUDA_LAUNCH_BLOCKING": ("[^0]", "each kernel is waited for", "It is for debugging: unset it"),
     "UCX_LOG_LEVEL": ("debug|trace|data|req", "each message is logged", "Unset it"),
-    "distributed-ucxx.nvlink": _LEFT_OUT,
-    "distributed-ucxx.infiniband": _LEFT_OUT,
-    "distributed-ucxx.cuda-copy": _LEFT_OUT,
+    "distributed-ucxx.nvlink": LEFT_OUT,
+    "distributed-ucxx.infiniband": LEFT_OUT,
+    "distributed-ucxx.cuda-copy": LEFT_OUT,
     "distributed.comm.compression": (
         "(?!None|False|auto).",
         "each message is compressed",
@@ -93,11 +93,8 @@ class FolderFacts(Record):
 
         found = cls(path)
         with contextlib.suppress(OSError):
-            space, kind = (
-                psutil.disk_usage(path),
-                mount_type(path, psutil.disk_partitions(all=True)),
-            )
-            found = cls(path, False, space.total, space.free, kind)
+            space, mounts = psutil.disk_usage(path), psutil.disk_partitions(all=True)
+            found = cls(path, False, space.total, space.free, mount_type(path, mounts))
             with tempfile.TemporaryFile(dir=path) as probe:
                 probe.write(b"x")
             found = replace(found, writable=True)
@@ -106,15 +103,14 @@ class FolderFacts(Record):
 
 def read_scratch() -> FolderFacts:
     """Return the facts of a worker's folder for spilled data, by Dask's configuration or TMPDIR."""
-    existing = path = base_folder()
-    source = configured_source()
-    if not source and (variable := next(filter(os.environ.get, ("TMPDIR", "TEMP", "TMP")), "")):
-        named = os.environ[variable]
-        is_it = os.path.abspath(named) == path
-        source = variable if is_it else f"{variable}={named} cannot be written"
+    existing, source = base_folder(), configured_source()
+    named = next((name for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "")
+    if named and not source:
+        path = os.environ[named]
+        source = named if os.path.abspath(path) == existing else f"{named}={path} cannot be written"
     while not os.path.exists(existing):  # hpcdask makes it, as far as it may
         existing = os.path.dirname(existing)
-    return replace(FolderFacts.read(existing), path=path, source=source)
+    return replace(FolderFacts.read(existing), path=base_folder(), source=source)
 
 
 def mount_type(path: str, mounts: Iterable[Any]) -> str:
@@ -138,9 +134,8 @@ def check_shared_memory(known: FolderFacts, node: Node) -> Iterator[Finding]:
     """Yield a finding on where UCX, NCCL and Python's multiprocessing exchange data."""
     value = f"{format_bytes(known.free)} free of {format_bytes(known.size)}"
     if not known.writable:
-        value = "cannot be written" if known.size else "is not there"
         advice = "Processes exchange data through it: in a container, docker run --ipc=host"
-        yield finding(known.path, "error", value, advice)
+        yield finding(known.path, "error", "cannot be written", advice)
     elif known.free < GIB:
         advice = "Remove what is left there; in a container, docker run --ipc=host or --shm-size=8g"
         yield finding(known.path, "warning", value, advice)
@@ -154,18 +149,17 @@ def check_scratch(known: FolderFacts, node: Node) -> Iterator[Finding]:
     value = f"{where}, {known.type}, {format_bytes(known.free)} free"
     other = "there or" if known.source.startswith(KEY) else "with TMPDIR or"
     advice = f"Name a folder on a disk of the node's own, {other} with --local-directory"
-    status: Status = "warning"
     if not known.writable:
-        status, value = "error", f"{where} cannot be written"
+        yield finding("scratch", "error", f"{where} cannot be written", advice)
     elif known.type in NETWORK_FILE_SYSTEMS or NETWORK_FUSE.match(known.type):
-        value = f"{SLOW}on the network: {value}"
+        yield finding("scratch", "warning", f"{SLOW}on the network: {value}", advice)
     elif known.type in ("tmpfs", "ramfs"):
-        value, advice = f"in memory: {value}", f"Spilled data stays in memory. {advice}"
+        advice = f"Spilled data stays in memory. {advice}"
+        yield finding("scratch", "warning", f"in memory: {value}", advice)
     elif known.free < LEAST_SCRATCH:
-        advice = f"Little room to spill to. {advice}"
+        yield finding("scratch", "warning", value, f"Little room to spill to. {advice}")
     else:
-        status, advice = "ok", ""
-    yield finding("scratch", status, value, advice)
+        yield finding("scratch", "ok", value)
 
 
 @dataclass(frozen=True)
@@ -213,25 +207,24 @@ def check_process(known: ProcessFacts, node: Node) -> Iterator[Finding]:
     if files == UNLIMITED or files >= needed:
         yield of_process("open files", "ok", "unlimited" if files == UNLIMITED else f"{files}")
     else:
-        advice = f"{node.all_workers} workers need about {needed}: ask the site's staff for a "
-        yield of_process("open files", "error", f"at most {files}", f"{advice}higher hard limit")
-    if known.processes != UNLIMITED and known.processes < LEAST_PROCESSES:
+        advice = f"{node.all_workers} workers need about {needed}: have the hard limit raised"
+        yield of_process("open files", "error", f"at most {files}", advice)
+    if UNLIMITED != known.processes < LEAST_PROCESSES:
         value = f"at most {known.processes}, threads included"
         advice = "A worker has dozens of threads: put ulimit -u 2048 into the job script"
         yield of_process("processes", "warning", value, advice)
     soft, hard = known.locked_memory
     if node.facts.fabric and node.facts.fabric.infiniband and soft != UNLIMITED:
-        status: Status = "error" if soft < GIB else "warning"
         remedy = "the site's staff must raise it (in slurmd's unit: LimitMEMLOCK=infinity)"
         if hard == UNLIMITED:
             remedy = "put ulimit -l unlimited into the job script"
         advice = f"InfiniBand registers the memory that it sends: {remedy}"
+        status: Status = "error" if soft < GIB else "warning"
         yield of_process("locked memory", status, format_bytes(soft), advice)
 
 
 def _cores(known: ProcessFacts, node: Node) -> Finding:
-    owned = len(node.cores)
-    value = f"{owned} ({spans(node.cores)})"
+    owned, value = len(node.cores), f"{len(node.cores)} ({spans(node.cores)})"
     if known.quota and known.quota < owned:
         owned = known.quota
         value += f", of which a cgroup allows the time of {owned}"
