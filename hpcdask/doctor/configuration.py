@@ -6,7 +6,6 @@ import difflib
 import functools
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import distribution
 from typing import Any
@@ -18,7 +17,6 @@ from hpcdask.jobs.folder import base_path, check_owned
 from hpcdask.queues.environment import job_id
 from hpcdask.queues.registry import systems
 from hpcdask.security.credentials import check_configuration
-from hpcdask.spec.records import Record
 from hpcdask.upstream.configuration import source_of, sources, unreadable
 
 from .host import FolderFacts
@@ -40,16 +38,9 @@ SHOWN, ALIKE = 100, 0.75
 OF_USERS = {"cores": 1, "memory": "1GiB"}
 
 
-@dataclass(frozen=True)
-class ConfigurationFacts(Record):
-    """Findings on the configuration of a node, made there: its files are only there."""
-
-    findings: tuple[Finding, ...]
-
-    @classmethod
-    def read(cls) -> ConfigurationFacts:
-        """Read all sources, and look at the folders that they name."""
-        return cls(tuple(_findings()))
+def examine() -> tuple[Finding, ...]:
+    """Return findings on this node's configuration, made here: its files are only here."""
+    return tuple(_findings())
 
 
 def _findings() -> Iterator[Finding]:

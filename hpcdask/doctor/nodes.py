@@ -16,8 +16,7 @@ from hpcdask.runner.plan import assign_devices
 from hpcdask.spec.records import Record
 from hpcdask.spec.specs import RunSpec
 
-from . import gpus, host, links, proofs, queue, software
-from .configuration import ConfigurationFacts
+from . import configuration, gpus, host, links, proofs, queue, software
 from .gpus import GpuFacts, GpusFacts
 from .host import FolderFacts, NameFacts, ProcessFacts
 from .links import PortFacts
@@ -39,7 +38,7 @@ class RankFacts(Record):
     fabric: Fabric | None = None
     ports: PortFacts | None = None
     queue: QueueFacts | None = None
-    configuration: ConfigurationFacts | None = None
+    configuration: tuple[Finding, ...] = ()
     name: NameFacts | None = None
     shared_memory: FolderFacts | None = None
     scratch: FolderFacts | None = None
@@ -52,7 +51,7 @@ class Group(NamedTuple):
     One rank of each node reads the group, or all of them.
     """
 
-    read: Callable[[], Record | None] | None
+    read: Callable[[], Any] | None
     check: Callable[[Any, Any], Iterable[Finding]] = lambda known, node: ()
     by_all: bool = False
 
@@ -66,7 +65,7 @@ GROUPS = {
     "fabric": Group(fabric.look, links.check, by_all=True),
     "ports": Group(PortFacts.read, links.check_range),
     "queue": Group(QueueFacts.read, queue.check),
-    "configuration": Group(ConfigurationFacts.read, lambda known, node: known.findings),
+    "configuration": Group(configuration.examine, lambda known, node: known),
     "name": Group(NameFacts.read, host.check_name),
     "shared_memory": Group(partial(FolderFacts.read, "/dev/shm"), host.check_shared_memory),
     "scratch": Group(host.read_scratch, host.check_scratch),

@@ -44,22 +44,19 @@ NBYTES, REPEATS = 2**28, 10
 #: Settings by which NCCL tells why it fails, at once.
 SPEAK = {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/dev/stdout"}
 STACK_ADVICE = {
-    "cupy": "CuPy has to fit the driver and finds CUDA's libraries as packages: pip install "
-    '"cupy-{extra}x[ctk]" in a new environment',
-    "GPUs": "The GPU may be in use in exclusive mode, or broken: see nvidia-smi, or leave it out "
-    "with CUDA_VISIBLE_DEVICES",
+    "cupy": 'CuPy has to fit the driver: pip install "cupy-{extra}x[ctk]" in a new environment',
+    "GPUs": "It may be exclusive, or broken: see nvidia-smi, or leave it out of CUDA_VISIBLE_DEVICES",
     "rmm": "Install the rmm of the same CUDA as cupy: {install}",
-    "ucxx": "Install distributed-ucxx of the same CUDA as cupy; with a UCX of the site, see that "
-    "it is the one that ucxx was made for",
+    "ucxx": "Install distributed-ucxx of cupy's CUDA; a UCX of the site must be the one it is for",
 }
 REDUCE = "all-reduce"
 #: By step, in order.
 NCCL_ADVICE = {
     "start": "See python -c 'import cupy' on this node, and whether its file system answers",
     "library": "Install NCCL for the CUDA of CuPy; torch's wheels bring it, too",
-    "communicator": "NCCL's processes have to reach each other: name the network with "
-    "NCCL_SOCKET_IFNAME, and see what NCCL says with NCCL_DEBUG=INFO",
-    REDUCE: "The way between the GPUs is broken. To find it, leave one out: NCCL_P2P_DISABLE=1, "
+    "communicator": "Name the network that joins the nodes with NCCL_SOCKET_IFNAME; see what NCCL "
+    "says with NCCL_DEBUG=INFO",
+    REDUCE: "A way between the GPUs is broken. To find it, leave one out: NCCL_P2P_DISABLE=1, "
     "NCCL_IB_DISABLE=1 or NCCL_SHM_DISABLE=1",
 }
 

@@ -132,9 +132,8 @@ def _dask(packages: Mapping[str, str]) -> Finding:
         return finding("dask", "ok", f"{dask} (dask and distributed)")
     advice = f"The two must have one version: pip install dask=={distributed}"
     if Version(distributed or "0") < LEAST_DISTRIBUTED:
-        advice = "Workers that die at their start are restarted without end, and before 2026.1.0, "
-        advice += "whoever reaches the scheduler can run code (CVE-2026-23528): "
-        advice += f'pip install -U "distributed>={LEAST_DISTRIBUTED}"'
+        advice = "Workers that die at their start are restarted without end; earlier ones have "
+        advice += f'CVE-2026-23528: pip install -U "distributed>={LEAST_DISTRIBUTED}"'
     return finding("dask", "error", f"dask {dask}, distributed {distributed}", advice)
 
 
@@ -162,8 +161,9 @@ def _cuda(packages: Mapping[str, str], node: Node) -> Iterator[Finding]:
                 yield finding(base, "ok", value)
     of_cuda = sorted(filter(cuda_major, packages))
     if len(set(map(cuda_major, of_cuda))) > 1:
-        advice = "Packages of two CUDA versions overwrite each other, or do not load together. In "
-        advice += f"a new environment: {install}"
+        advice = (
+            f"Packages of two CUDA versions do not load together. In a new environment: {install}"
+        )
         yield finding("one CUDA", "error", ", ".join(of_cuda), advice)
 
 

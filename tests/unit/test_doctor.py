@@ -102,7 +102,7 @@ def facts_of(cards: list[Facts], ucx: UcxInstall = PYPI, **more: Any) -> Facts:
         "scratch": {**folder, "path": "/scratch", "source": "TMPDIR", "type": "ext4"},
         "queue": {},
         "ports": None,
-        "configuration": {"findings": []},
+        "configuration": [],
         **more,
     }
 

@@ -11,7 +11,6 @@ import pytest
 
 import hpcdask
 from hpcdask.doctor import configuration
-from hpcdask.doctor.configuration import ConfigurationFacts
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def site(monkeypatch, tmp_path):
         if job:
             monkeypatch.setenv("SLURM_JOB_ID", job)
         with dask.config.set(dask.config.collect(dask.config.paths)):
-            found = ConfigurationFacts.read().findings
+            found = configuration.examine()
         return [(one.topic, one.status, f"{one.value} -> {one.advice}") for one in found]
 
     return look
