@@ -45,7 +45,7 @@ NBYTES, REPEATS = 2**28, 10
 SPEAK = {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/dev/stdout"}
 STACK_ADVICE = {
     "cupy": 'CuPy has to fit the driver: pip install "cupy-{extra}x[ctk]" in a new environment',
-    "GPUs": "It may be exclusive, or broken: see nvidia-smi, or leave it out of CUDA_VISIBLE_DEVICES",
+    "GPUs": "See nvidia-smi: is it exclusive, or broken? CUDA_VISIBLE_DEVICES can leave it out",
     "rmm": "Install the rmm of the same CUDA as cupy: {install}",
     "ucxx": "Install distributed-ucxx of cupy's CUDA; a UCX of the site must be the one it is for",
 }
