@@ -24,8 +24,6 @@ Form = Literal["tuned", "stock"]
 #: Enough for workers that are not all as fast.
 SLABS_PER_SLOT = 4
 MIN_SLAB_NBYTES = 1 << 20
-#: Dask takes 0.2 ms to 1 ms for a task, and a kilobyte or more to know it.
-MAX_SLABS = 1_000_000
 #: Partial results of a few bytes: so many are one message per worker.
 SPLIT_EVERY = 64
 
@@ -120,20 +118,13 @@ def slab_rows(
     The least number within ``max_nbytes`` that gives every slot ``per_slot`` slabs above 1 MiB, as
     a multiple of the slots. All but the last have a multiple of ``multiple`` rows.
     """
-    if n_rows < 1 or n_slots < 1 or max_nbytes < 1:
-        raise WorkloadError("rows, slots and slab size must be positive")
-    nbytes, n_units = n_rows * row_nbytes, math.ceil(n_rows / multiple)
+    n_units = math.ceil(n_rows / multiple)
     rows_that_fit = max(multiple, max_nbytes // row_nbytes // multiple * multiple)
     needed = math.ceil(n_rows / rows_that_fit)
-    n_slabs = max(needed, min(per_slot * n_slots, nbytes // MIN_SLAB_NBYTES), 1)
+    n_slabs = max(needed, min(per_slot * n_slots, n_rows * row_nbytes // MIN_SLAB_NBYTES), 1)
     if n_slabs > n_slots:
         n_slabs = math.ceil(n_slabs / n_slots) * n_slots
     n_slabs = min(n_slabs, n_units)
-    if n_slabs > MAX_SLABS:
-        raise WorkloadError(
-            f"{nbytes:.3g} bytes would be {n_slabs:.3g} chunks of at most {max_nbytes:.3g} bytes, "
-            f"and {MAX_SLABS:,} are about what Dask can take: use a smaller size, or larger chunks"
-        )
     bounds = [min(i * n_units // n_slabs * multiple, n_rows) for i in range(n_slabs + 1)]
     return tuple(stop - start for start, stop in itertools.pairwise(bounds))
 

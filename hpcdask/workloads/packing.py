@@ -94,11 +94,8 @@ def _library(array: Any) -> Any:
 
 
 def _check_kind(x: Any) -> None:
-    if x.ndim < 1 or x.dtype.kind not in "bui":
-        raise WorkloadError(
-            f"{x.dtype} values with {x.ndim} axes cannot be packed: integers or booleans with at "
-            "least one axis can"
-        )
+    if x.dtype.kind not in "bui":
+        raise WorkloadError(f"{x.dtype} values cannot be packed: integers or booleans can")
 
 
 # --- on a GPU -------------------------------------------------------------------------------------

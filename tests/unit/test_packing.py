@@ -63,13 +63,6 @@ def test_values_outside_the_range_are_counted_and_located(dtype, bad):
         pack(values)
 
 
-def test_what_cannot_be_packed_is_refused():
-    with pytest.raises(WorkloadError, match=r"float64 values with 1 axes"):
-        pack(np.ones(3))
-    with pytest.raises(WorkloadError, match="at least one axis"):
-        pack(np.uint8(1))
-
-
 # --- lazy -----------------------------------------------------------------------------------------
 
 
