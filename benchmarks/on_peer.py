@@ -33,32 +33,11 @@ def make_cluster(kind: str, workers: int) -> Any:
         return None
     if kind == "local-cuda":
         from dask_cuda import LocalCUDACluster
-        from dask_cuda.utils import get_n_gpus
 
-        cluster = LocalCUDACluster if workers <= get_n_gpus() else sharing_gpus()
-        return cluster(n_workers=workers, **json.loads(os.environ.get("PEER_KEYWORDS", "{}")))
+        keywords = json.loads(os.environ.get("PEER_KEYWORDS", "{}"))
+        return LocalCUDACluster(n_workers=workers, **keywords)
     threads = {"processes": False, "dashboard_address": ":0"} if kind == "threads" else {}
     return LocalCluster(n_workers=workers, threads_per_worker=1, **threads)
-
-
-def sharing_gpus() -> type:
-    """Return LocalCUDACluster, but with several workers on each GPU."""
-    from dask_cuda import LocalCUDACluster
-
-    class Sharing(LocalCUDACluster):  # type: ignore[misc]
-        """Cluster that hands the GPUs round again when each has a worker."""
-
-        def new_worker_spec(self) -> dict[int, Any]:
-            workers, gpus = self.worker_spec, self.cuda_visible_devices
-            next_gpu = gpus[len(workers) % len(gpus)]
-            self.worker_spec = dict.fromkeys(gpu for gpu in gpus if gpu != next_gpu)
-            try:
-                (spec,) = super().new_worker_spec().values()
-            finally:
-                self.worker_spec = workers
-            return {len(workers): spec}
-
-    return Sharing
 
 
 def run(program: str, *arguments: str) -> None:

@@ -66,15 +66,11 @@ LAID_OUT = {
     "svd": "SVD, k = 10,",
     "packed": "SVD, k = 10, of 2-bit values,",
 }
-#: Cases that no machine without a GPU has.
-ON_GPUS = {"packed", "transfer", "allreduce", "scaling", "crowd"}
-CASES = ("startup", *LAID_OUT, "workloads", *sorted(ON_GPUS - {*LAID_OUT}), "jobs", "programs")
+CASES = ("startup", *LAID_OUT, "transfer", "jobs", "programs")
 LOCAL = "LocalCUDACluster"
 #: Keywords of LocalCUDACluster, as on_peer.py takes them.
 OVER_UCX = {"PEER_KEYWORDS": json.dumps({"protocol": "ucx"})}
 CPU = {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"}
-#: Workers of a full node, on fewer GPUs.
-CROWD = 8
 #: A line of a program's last words that says why it failed.
 ERROR = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Killed\w*)\b.*", re.MULTILINE)
 LOG: dict[str, Any] = {"file": sys.stderr, "flush": True}
@@ -174,7 +170,6 @@ def peer(name: str, kind: str, workers: int, **variables: str) -> Side:
 def cases(options: argparse.Namespace, gpus: int) -> Iterator[Case]:
     """Yield all that is wanted of what this machine can."""
     wanted = options.cases.split(",")
-    wanted += ["svd", "packed"] if "workloads" in wanted else []
     yield from _gpu_cases(gpus, wanted) if gpus else _cpu_cases(wanted)
     if "jobs" in wanted:
         yield _jobs(gpus, gpus or 8)
@@ -183,23 +178,15 @@ def cases(options: argparse.Namespace, gpus: int) -> Iterator[Case]:
 
 
 def _gpu_cases(gpus: int, wanted: Sequence[str]) -> Iterator[Case]:
-    for workers in (n for name, n in {"startup": gpus, "crowd": CROWD}.items() if name in wanted):
-        shared = workers > gpus
-        ready = str(HERE / "programs/ready.py"), "--workers", str(workers), "--contexts", "1"
-        ours = runner(workers, *(["--oversubscribe"] if shared else []))
-        theirs = peer(LOCAL + ", made to share them" * shared, "local-cuda", workers)
-        floor_s = statistics.median(bare_contexts(workers, gpus) for _ in range(3))
-        title = f"startup to {workers} workers{f' on {gpus} GPUs' * shared}"
-        yield Case(title, [ours.on(*ready), theirs.on(*ready)], floor_s=floor_s)
+    if "startup" in wanted:
+        ready = str(HERE / "programs/ready.py"), "--workers", str(gpus), "--contexts", "1"
+        sides = runner(gpus).on(*ready), peer(LOCAL, "local-cuda", gpus).on(*ready)
+        floor_s = statistics.median(bare_contexts(gpus) for _ in range(3))
+        yield Case(f"startup to {gpus} workers", sides, floor_s=floor_s)
     if "transfer" in wanted and gpus > 1:
         more = _bench("exchange", "--size", "2.1GB", "--alone", "--repeats", "7")
         sides = _on_first_gpus(gpus)
         yield Case("2.1 GB from one GPU to another", [side.on(*more) for side in sides])
-    if "allreduce" in wanted and gpus > 1:
-        script, how = str(HERE / "all_reduce.py"), (str(gpus), str(256 * 10**6), "7")
-        plain = Side("the same in plain processes", [sys.executable, script, "processes", *how])
-        title = f"all-reduce of 256 MB between {gpus} GPUs, torch over NCCL"
-        yield Case(title, [runner(gpus).on(script, "gang", *how), plain])
     for count in dict.fromkeys([gpus, 1]) if "array" in wanted else ():
         where = f"{count} GPU{'s' * (count > 1)}"
         yield _laid_out("array", "2000 GB", where, _on_first_gpus(count), "--repeats", "1")
@@ -207,12 +194,6 @@ def _gpu_cases(gpus: int, wanted: Sequence[str]) -> Iterator[Case]:
         if case in wanted:
             where = f"{gpus} GPU{'s' * (gpus > 1)}"
             yield _laid_out(case, f"{25 * gpus} GB", where, _on_first_gpus(gpus))
-    if "scaling" in wanted and gpus > 1:
-        more = _bench("array", "--size")
-        one = replace(runner(1, CUDA_VISIBLE_DEVICES="0"), name="hpcdask on one GPU")
-        sides = runner(gpus).on(*more, f"{2 * gpus}TB"), one.on(*more, "2TB")
-        title = f"array, 2 TB for each of {gpus} GPUs against one GPU"
-        yield Case(title, sides, laid_out=True, deadline_s=400)
 
 
 def _cpu_cases(wanted: Sequence[str]) -> Iterator[Case]:
@@ -269,16 +250,11 @@ def clusters(gpus: int, workers: int) -> dict[str, Side]:
             "dask-mpi": peer(f"dask-mpi ({workers + 2} ranks)", "dask-mpi", workers, **CPU),
             "local": peer("LocalCluster", "local", workers, **CPU),
         }
-    shared = workers > gpus
-    tuned: dict[str, Any] = {"protocol": "ucx", "rmm_pool_size": 0.5 / -(-workers // gpus)}
-    said = ", ".join(f"{key}={value!r}" for key, value in tuned.items())
-    tuned["rmm_allocator_external_lib_list"] = ["cupy"]
-    end = "; made to share GPUs" * shared
-    name = f"{LOCAL}({said}, CuPy in the pool){end}"
+    tuned = {"protocol": "ucx", "rmm_pool_size": 0.5, "rmm_allocator_external_lib_list": ["cupy"]}
     return {
-        OURS: runner(workers, *(["--oversubscribe"] if shared else [])),
-        "default": peer(f"{LOCAL}(){end}", "local-cuda", workers),
-        "tuned": peer(name, "local-cuda", workers, PEER_KEYWORDS=json.dumps(tuned)),
+        OURS: runner(workers),
+        "default": peer(f"{LOCAL}()", "local-cuda", workers),
+        "tuned": peer(LOCAL + TUNED, "local-cuda", workers, PEER_KEYWORDS=json.dumps(tuned)),
     }
 
 
@@ -311,9 +287,7 @@ def program_case(
 def warm_up(programs: Sequence[str], timeout: float) -> None:
     """Let nobody be the first to compile a kernel for the disk."""
     sources = {one: (HERE / "programs" / shlex.split(one)[0]).read_text() for one in programs}
-    arrays = [
-        name for name, text in sources.items() if "options.xp" in text or "options.random" in text
-    ]
+    arrays = [name for name, text in sources.items() if re.search(r"options\.(xp|random)", text)]
     ended = execute(peer("", "threads", 1).on(*arrays), timeout)
     print(f"warm-up of {len(arrays)} programs: {ended.wall_s:.0f} s", **LOG)
 
@@ -330,16 +304,16 @@ print(time.perf_counter() - start)
 """
 
 
-def bare_contexts(processes: int, gpus: int) -> float:
-    """Return the seconds until bare processes, started at once, have their CUDA contexts."""
+def bare_contexts(gpus: int) -> float:
+    """Return the seconds until bare processes, one for each GPU, have their CUDA contexts."""
     started = [
         subprocess.Popen(
             [sys.executable, "-c", CONTEXT],
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(number % gpus)},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": str(number)},
             stdout=subprocess.PIPE,
             text=True,
         )
-        for number in range(processes)
+        for number in range(gpus)
     ]
     return max(float(process.communicate(timeout=60)[0]) for process in started)
 
@@ -416,19 +390,22 @@ def execute(side: Side, timeout: float) -> Ended:
                 code = process.wait(timeout)
             wall_s = time.time() - launched
         finally:
-            for one in marked(mark) if process.poll() is None else ():
-                with contextlib.suppress(psutil.Error):
-                    one.terminate()
+            send(signal.SIGTERM, marked(mark) if process.poll() is None else [])
             psutil.wait_procs(marked(mark), GRACE_S)
             while remaining := marked(mark):
-                for one in remaining:
-                    with contextlib.suppress(psutil.Error):
-                        one.kill()
+                send(signal.SIGKILL, remaining)
                 psutil.wait_procs(remaining, GRACE_S)
             process.wait()
         out.seek(0)
         err.seek(0)
         return Ended(code, out.read(), err.read(), wall_s)
+
+
+def send(number: int, processes: Sequence[psutil.Process]) -> None:
+    """Send a signal to processes, some of which may be gone."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -495,13 +472,8 @@ def virtual_slurm() -> Iterator[None]:
     from slurm_site import SlurmSite
 
     with SlurmSite(gpus_per_node=2) as site:
-        before = dict(os.environ)
         os.environ.update(site.env)
-        try:
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        yield
 
 
 def versions() -> dict[str, str]:
@@ -645,8 +617,7 @@ def main() -> None:
     parser.add_argument(
         "--cases",
         default="startup,array",
-        help=f"of startup; {', '.join(LAID_OUT)}; workloads (svd, packed); transfer, allreduce "
-        "(torch), scaling, crowd: eight workers on fewer GPUs (GPU); jobs (SLURM); programs: those "
+        help=f"of startup; {', '.join(LAID_OUT)}; transfer (GPUs); jobs (SLURM); programs: those "
         "that users have",
     )
     parser.add_argument("--virtual-slurm", action="store_true", help="start a SLURM here")
@@ -656,7 +627,7 @@ def main() -> None:
     ours = parser.add_argument_group("--cases programs")
     ours.add_argument("--programs", action="append", metavar="'NAME.py [OPTIONS]'")
     ours.add_argument("--peers", action="append", help="default, tuned; dask-mpi, local (CPU)")
-    ours.add_argument("--workers", type=int, help="one for each GPU; more share the GPUs")
+    ours.add_argument("--workers", type=int, help="one for each GPU")
     ours.add_argument("--runs", type=int, default=4, help="in one process, the first included")
     ours.add_argument("--deadline", type=float, default=120, help="seconds for one process")
     options = parser.parse_args()
@@ -667,15 +638,14 @@ def main() -> None:
     gpus, wanted, start = visible_gpus(), options.cases.split(","), time.monotonic()
     if unknown := [name for name in wanted if name not in CASES]:
         parser.error(f"--cases has no {', '.join(unknown)}: {', '.join(CASES)}")
-    if not gpus and set(wanted) <= ON_GPUS:
-        parser.error(f"{', '.join(wanted)} need GPUs, and this machine has none")
     cores = f"{os.cpu_count()} CPU cores"
     machine = f"{len(gpus)} x {gpus[0].name}, {cores}" if gpus else f"{cores}, no GPU"
     machine += VIRTUAL * options.virtual_slurm
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     results: dict[str, Any] = {"machine": machine, "date": date, "versions": versions()}
     with virtual_slurm() if options.virtual_slurm else contextlib.nullcontext():
-        every = list(cases(options, len(gpus)))
+        if not (every := list(cases(options, len(gpus)))):
+            parser.error(f"{options.cases} need GPUs, and this machine has too few")
         budget_s = options.budget - (time.monotonic() - start)
         workers = options.workers or len(gpus) or 2
         for case, found, why in measure(
