@@ -80,7 +80,6 @@ class Group:
     retry_at: float = 0.0
     _retry_s: float = RETRY_S[0]
     _unanswered: bool = False  # the queue may have jobs whose ids it did not tell
-    _since: float = 0.0  # what went wrong before is forgotten
     _waiting_users: int = 0
 
     # Its jobs and workers
@@ -153,8 +152,8 @@ class Group:
     def reset_failures(self) -> None:
         """Forget earlier failures: the user asks again."""
         self.failure = None
-        self._since = time.time()
         self.retry_at = 0.0
+        self.mark(self.jobs, died=None)
         self.controller.warned.clear()
 
     async def scale(self, n: int) -> None:
@@ -179,13 +178,10 @@ class Group:
 
     def observe(self, answer: Answer) -> None:
         """Fold in the queue's answer and the connected workers."""
-        now, controller = time.time(), self.controller
-        workers = self.connected()
+        now, controller, workers = time.time(), self.controller, self.connected()
         mine = [answer[job_id] for job_id in answer.keys() & self.jobs]
-        copies = {copy for seen in mine if seen for copy in seen.copies}
         # of a submission that got no answer, or made by the queue
-        if unknown := (workers.keys() | copies) - self.jobs.keys():
-            self.enter(unknown)
+        self.enter([*workers, *(copy for seen in mine if seen for copy in seen.copies)])
         for job_id, before in list(self.jobs.items()):
             states = workers.get(job_id, [])
             if before.is_over and not (states or before.workers):
@@ -199,25 +195,18 @@ class Group:
                 now=now,
                 policy=self.policy,
             )
-            if after is before:
-                continue
             self.jobs[job_id] = after
             meant = controller.closing or after.cancelled or after.leaving
             ended = after.is_over and not before.is_over
-            stuck = after.stuck and after.overdue and not before.overdue
+            stuck = after.stuck and not before.overdue
             if stuck or (ended and not meant and after.state is not JobState.COMPLETED):
-                controller.spawn(self._tell_end(after))
+                controller.say(display.job_ended(after, controller.folder))
         past = [job.id for job in self.jobs.values() if job.is_over and not job.workers]
         for job_id in past[:-ENDED_MAX]:
             del self.jobs[job_id]
         if answer and not controller.closing:
             for reason, text in self.waits().items():
                 controller.warn(f"waits {reason.partition(',')[0]} {self.name}", text)
-
-    async def _tell_end(self, job: Job) -> None:
-        """Say that a job has ended, after a look at its logs, whose disk may be slow."""
-        folder = self.controller.folder
-        self.controller.say(await asyncio.to_thread(display.job_ended, job, folder))
 
     def act(self) -> None:
         """Submit, cancel and retire what `plan` says."""
@@ -230,19 +219,16 @@ class Group:
             self.controller.spawn(self._retire(job_id, self.jobs[job_id].restarts))
         if not actions.submit:
             self._retry_s = RETRY_S[0]
-        if self.submission is not None or self.failure is not None:
-            return
-        if actions.failed:
-            self.submission = asyncio.create_task(self._give_up())
-        elif actions.submit and time.time() >= self.retry_at:
+        due = actions.failed or (actions.submit and time.time() >= self.retry_at)
+        if due and self.submission is None and self.failure is None:
             self.submission = asyncio.create_task(self._submit())
 
     def _plan(self) -> Actions:
-        jobs, counting, now = self.jobs.values(), self.active(), time.time()
+        counting = self.active()
         crowded = len(counting) > self.wanted and any(job.workers for job in counting)
         idle = retire.closable(self.controller.scheduler, self.job_of) if crowded else []
-        since, policy = self._since, self.policy
-        return plan(self.wanted, jobs, idle=idle, since=since, now=now, policy=policy)
+        now, policy = time.time(), self.policy
+        return plan(self.wanted, self.jobs.values(), idle=idle, now=now, policy=policy)
 
     async def finish_submission(self) -> None:
         """Learn at the end which jobs were submitted."""
@@ -255,28 +241,30 @@ class Group:
     # Submitting
 
     async def _submit(self) -> None:
-        """Submit the jobs that are missing, as many with one command as the queue takes."""
+        """Submit the jobs that are missing, or fail where too many have gone wrong."""
         controller = self.controller
         try:
+            if self._plan().failed:
+                starts, died = went_wrong(self.jobs.values(), time.time())
+                facts = starts, died, self.policy, controller.folder
+                raise await asyncio.to_thread(display.jobs_failed, *facts)  # its disk may be slow
             await self._submit_missing()
-        except QueueError as error:
-            if error.for_now:
-                self.retry_at = time.time() + self._retry_s
-                self._retry_s = min(2 * self._retry_s, RETRY_S[1])
-            if error.for_now and not (self._waiting_users and isinstance(error, NoAnswer)):
+        except Exception as error:
+            silent = isinstance(error, NoAnswer) and self._waiting_users
+            if isinstance(error, QueueError) and error.for_now and not silent:
                 there = f"{len(self.active())} of {self.wanted} jobs are there"
                 text = f"{self._named(error)}. {there}; trying again later"
                 controller.warn(f"limit {self.name}", text)
+                self.retry_at = time.time() + self._retry_s
+                self._retry_s = min(2 * self._retry_s, RETRY_S[1])
             else:
-                error.args = (display.no_submission(error, controller.queue, controller.folder),)
                 self._fail(error)
-        except Exception as error:  # such as a full disk: say it rather than try for ever
-            self._fail(QueueError(f"cannot submit: {type(error).__name__}: {error}"))
         finally:
             self.submission = None
             controller.wake()
 
     async def _submit_missing(self) -> None:
+        """Submit jobs, as many with one command as the queue takes."""
         queue, folder = self.controller.queue, self.controller.folder
         try:
             if self._unanswered:
@@ -289,8 +277,8 @@ class Group:
         while self._missing() > 0:
             # the shared file system may be slow
             script = await asyncio.to_thread(folder.begin_submission, self.name)
-            missing = self._missing()
-            if (count := min(missing, largest)) <= 0:
+            count = min(self._missing(), largest)
+            if count <= 0:
                 return
             try:
                 ids = await queue.submit(str(script), count)
@@ -301,39 +289,36 @@ class Group:
             except QueueError:
                 self._unanswered = True
                 with contextlib.suppress(QueueError):
-                    await self._adopt()
-                if self._missing() > missing - count:
-                    raise
+                    if await self._adopt():
+                        continue
+                raise
             else:
-                self.enter(ids)
-                await asyncio.to_thread(folder.record, ids, self.name)
+                await self._add(ids)
 
     def _missing(self) -> int:
         """Return the number of jobs to submit now."""
-        stopped = self.controller.closing or self.failure is not None
-        return 0 if stopped else self._plan().submit
+        return 0 if self.controller.closing else self._plan().submit
 
-    async def _adopt(self) -> None:
-        """Add the jobs that a command without an answer made."""
+    async def _add(self, ids: Collection[str]) -> None:
+        """Add submitted jobs, and record them."""
+        self.enter(ids)
+        await asyncio.to_thread(self.controller.folder.record, ids, self.name)
+
+    async def _adopt(self) -> bool:
+        """Add the jobs that a command without an answer made; return whether there are some."""
         tagged, mine = await self.controller.queue.tagged(), f"hpcdask:{self.prefix}"
-        if found := [one for one, tag in tagged.items() if tag == mine and one not in self.jobs]:
-            folder = self.controller.folder
-            await asyncio.to_thread(folder.record, found, self.name)
-            self.enter(found)
+        found = [one for one, tag in tagged.items() if tag == mine and one not in self.jobs]
+        if found:
+            await self._add(found)
+        return bool(found)
 
-    async def _give_up(self) -> None:
-        """Fail with what the last job wrote."""
-        facts = went_wrong(self.jobs.values(), self._since, time.time())
-        folder = self.controller.folder
-        error = await asyncio.to_thread(display.jobs_failed, *facts, self.policy, folder)
-        self.submission = None
-        self._fail(error)
-        self.controller.wake()
-
-    def _fail(self, error: HpcdaskError) -> None:
+    def _fail(self, error: Exception) -> None:
         if self.controller.closing:  # such as threads that have ended with the program
             return
-        error.args = (self._named(error),)
+        if not isinstance(error, HpcdaskError):  # such as a full disk: not tried for ever
+            error = QueueError(f"cannot submit: {type(error).__name__}: {error}")
+        text = display.no_submission(error, self.controller.queue, self.controller.folder)
+        error.args = (self._named(text),)
         self.failure = error
         if not self._waiting_users:  # they are told by the exception
             self.controller.say(display.stopped(error))

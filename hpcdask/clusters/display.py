@@ -83,8 +83,8 @@ def job_ended(job: Job, folder: ClusterFolder) -> str:
     what = "is given up, since the queue could not start it" if job.stuck else "has ended"
     reason = f" ({job.reason})" if job.reason else ""
     code = "" if job.exit_code is None else f", exit code {job.exit_code}"
-    logs = folder.logs_of([job.id])[job.id]
-    return f"job {job.id} {what}: {job.state}{reason}{code}{f'. Log: {logs[-1]}' if logs else ''}"
+    log = f". Log: {folder.log_path(job.id)}" if job.started else ""
+    return f"job {job.id} {what}: {job.state}{reason}{code}{log}"
 
 
 def jobs_failed(

