@@ -466,46 +466,42 @@ class Controller:
                 await asyncio.to_thread(self.folder.write_report, ClusterReport())
 
     async def _end_jobs(self) -> None:
-        start, pause_s, problem, due_s = time.monotonic(), 0.0, "", 0.0
+        start, pause_s, problem = time.monotonic(), 0.0, ""
+        # those that run were told by the scheduler to end, and do so in better order
+        due_s = {job.id: END_S if job.arrived else 0.0 for job in self.jobs()}
         while ids := self.live():
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s + 0.1, 2.0)
             passed_s = time.monotonic() - start
+            if passed_s > CLOSE_S:
+                raise QueueError(
+                    f"these jobs are still in the queue {CLOSE_S:g} s after they were cancelled"
+                    f"{problem}: {', '.join(ids)}. See them with: hpcdask list --jobs, and end "
+                    f"them with: hpcdask down {self.folder.name}"
+                )
             try:
-                if passed_s >= due_s:
-                    # those that run were told by the scheduler to end, and do so in better order
-                    spared = set() if due_s else {job.id for job in self.jobs() if job.arrived}
-                    due_s += REPEAT_S if due_s else END_S
-                    if chosen := [job_id for job_id in ids if job_id not in spared]:
-                        await self.queue.cancel(chosen)
-                        for group in self.groups.values():
-                            group.mark(group.jobs.keys() & chosen, cancelled=True)
+                if due := [job_id for job_id in ids if due_s.get(job_id, 0.0) <= passed_s]:
+                    await self.queue.cancel(due)
+                    due_s |= dict.fromkeys(due, passed_s + REPEAT_S)
+                    for group in self.groups.values():
+                        group.mark(group.jobs.keys() & due, cancelled=True)
                 self.observe(await self.ask(ids))
             except QueueError as error:
                 problem = f" ({error})"
-            if passed_s > CLOSE_S and (left := self.live()):
-                raise QueueError(
-                    f"these jobs are still in the queue {CLOSE_S:g} s after they were cancelled"
-                    f"{problem}: {', '.join(left)}. See them with: hpcdask list --jobs, and end "
-                    f"them with: hpcdask down {self.folder.name}"
-                )
 
     # Watching
 
     async def _watch(self) -> None:
         """Query the queue about all jobs, one interval apart, or more while it does not answer."""
-        failed, told = 0, ClusterReport(address=self.scheduler.address)
+        pause_s, told = self.poll_interval_s, ClusterReport(address=self.scheduler.address)
         while True:
-            pause_s = min(BACK_OFF_S, self.poll_interval_s * 2 ** min(failed, 10))
-            await asyncio.sleep(max(self.poll_interval_s, pause_s))
-            if self.closing:
-                return
+            await asyncio.sleep(pause_s)
             try:
                 if ids := self.live():
                     self.observe(await self.ask(ids))
-                failed = 0
+                pause_s = self.poll_interval_s
             except Exception as error:  # an answer that makes no sense may be any exception
-                failed += 1
+                pause_s = max(pause_s, min(2 * pause_s, BACK_OFF_S))
                 unknown = "What the jobs do is unknown until it answers"
                 self.warn("query", f"{_words(error)}. {unknown}")
             self.wake()  # for what is put off, and for Dask tasks that would wait for ever, too
@@ -550,7 +546,7 @@ class Controller:
     # Acting
 
     async def _act(self) -> None:
-        while not self.closing:
+        while True:
             await self._changed.wait()
             self._changed.clear()
             try:

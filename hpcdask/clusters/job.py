@@ -131,8 +131,7 @@ def observe(
     before, lives = job, {name: int(name.rsplit("-", 2)[1]) for name in workers}
     newest = max(job.restarts, seen.restarts if seen else 0, *lives.values())
     revived = job.is_over and bool(lives) and not job.workers  # the queue had forgotten it
-    put_back = _put_back(job, seen, connected=job.restarts in lives.values())
-    if newest > job.restarts or revived or put_back:
+    if newest > job.restarts or revived:
         again: dict[str, Any] = {"restarts": newest, "group": job.group}
         job = Job(job.id, job.size, job.submitted, JobState.REQUEUED, **again)
     names = frozenset(name for name, life in lives.items() if life == job.restarts)
@@ -180,13 +179,6 @@ def _changed(job: Job, **facts: Any) -> Job:
     return job if vars(job).items() >= facts.items() else replace(job, **facts)
 
 
-def _put_back(job: Job, seen: QueueStatus | None, *, connected: bool) -> bool:
-    """Return whether the queue, which may not count restarts, holds a started job again."""
-    if seen is None or seen.restarts < job.restarts or seen.state not in job_state.WAITING:
-        return False
-    return not (job.started is None or job.is_over or job.cancelled or connected)
-
-
 def _conclude(
     job: Job, seen: QueueStatus | None, answer: QueueStatus | None, asked: bool
 ) -> JobState:
@@ -197,8 +189,7 @@ def _conclude(
     if asked and seen is None:
         said = JobState.UNKNOWN
     elif answer and answer.state in job_state.WAITING:
-        again = job.restarts > 0 or job.state is JobState.REQUEUED
-        said = JobState.REQUEUED if again else JobState(answer.state)
+        said = JobState.REQUEUED if job.restarts else JobState(answer.state)
     elif answer:  # on a host that may be dead, too: its workers have to show up
         has_nodes = answer.state is QueueState.RUNNING or answer.nodes or job.started is not None
         said = JobState.STARTING if has_nodes else JobState.UNKNOWN

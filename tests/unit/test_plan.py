@@ -214,7 +214,7 @@ def test_a_job_that_the_queue_failed_to_start_and_holds_is_a_failed_one(tmp_path
     before, reason = starting("7"), "launch failed"
     seen = QueueStatus("7", state, reason=reason, restarts=restarts, stuck=True)
     job = look(before, seen)
-    assert (job.state, job.reason, job.overdue) == (JobState.REQUEUED, reason, True)
+    assert (job.state, job.reason, job.overdue) == (JobState(state), reason, True)
     assert job.died == T
     assert decide(1, job) == Actions(submit=1, cancel=("7",))
     cancelled = look(replace(job, cancelled=True), None, now=T + 9)
@@ -224,7 +224,7 @@ def test_a_job_that_the_queue_failed_to_start_and_holds_is_a_failed_one(tmp_path
     folder = ClusterFolder.create("ab-1", "slurm", tmp_path)
     error = jobs_failed([job] * 3, [job], POLICY, folder)
     assert "3 jobs in a row ended before their workers connected" in str(error)
-    assert f"The last was job 7: requeued, {reason}" in str(error)
+    assert f"The last was job 7: {state}, {reason}" in str(error)
 
 
 @pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "Priority", "REQUEUE_HOLD"])
