@@ -30,6 +30,8 @@ from hpcdask.spec.argv import folder_option, make_command, option_name, read
 
 #: Seconds for which `list` shows a detached cluster that is over.
 OVER_S = 86400.0
+#: Owner of the job in which a detached cluster's scheduler runs.
+SCHEDULER = "the cluster's scheduler"
 Row = dict[str, Any]
 
 # Showing them
@@ -129,19 +131,14 @@ def _job_rows(clusters: Sequence[ClusterRecord]) -> list[Row]:
     """Return a row for each job, those of schedulers first."""
     rows = []
     for cluster in clusters:
-        reports = [
-            (job, {"told_by": "cluster" if own else "queue", "owner": _owner(cluster)})
-            for job, own in cluster.reports()
-        ]
+        reports = [(job, _owner(cluster)) for job in cluster.reports()]
         if cluster.scheduler is not None:
             made = cluster.folder.created if cluster.folder else None
-            how = {"told_by": "queue", "owner": "the cluster's scheduler"}
-            reports.insert(0, (JobReport.of_queue(cluster.scheduler, made, ""), how))
+            reports.insert(0, (JobReport.of_queue(cluster.scheduler, made, ""), SCHEDULER))
         known = {"cluster": cluster.name, "queue": cluster.queue, "lives": cluster.lives}
-        for job, how in reports:
-            is_scheduler = cluster.scheduler is not None and job.id == cluster.scheduler.id
-            known |= {"job": job.id, "scheduler": is_scheduler}
-            rows.append({**known, **how, **job.to_json()})
+        for job, owner in reports:
+            own = {"job": job.id, "owner": owner, "scheduler": owner == SCHEDULER}
+            rows.append({**known, **own, **job.to_json()})
     return rows
 
 
@@ -151,13 +148,12 @@ def _merge_arrays(rows: Iterable[Row]) -> Iterable[Row]:
     def alike(row: Row) -> tuple[str, ...]:
         array, _, element = row["job"].rpartition("_")
         one = "" if array and row["state"] in WAITING else element
-        return row["cluster"], array, one, row["state"], row["reason"], row["told_by"]
+        return row["cluster"], array, one, row["state"], row["reason"]
 
     for _, (row, *others) in itertools.groupby(rows, alike):
-        by_queue = row["told_by"] == "queue" and not _is_batch(row["cluster"])
-        more = ", ".join(filter(None, [row["reason"], "says the queue" if by_queue else ""]))
         job = f"{row['job']} and {len(others)} more" if others else row["job"]
-        yield {**row, "job": job, "state": f"{row['state']} ({more})" if more else row["state"]}
+        state = f"{row['state']} ({row['reason']})" if row["reason"] else row["state"]
+        yield {**row, "job": job, "state": state}
 
 
 def _owner(cluster: ClusterRecord) -> str:
@@ -208,20 +204,17 @@ def down(base: str | None, names: tuple[str, ...], dead: bool, every: bool, yes:
 
 async def _end_named(base: str | None, names: Sequence[str]) -> list[HpcdaskError]:
     """End each of these clusters, and return what went wrong."""
-    folders = list_clusters(base)
+    folders, errors = list_clusters(base), list[HpcdaskError]()
     known = detached.records(folders)
-    errors: list[HpcdaskError] = []
-    others = {}
-    for name in names:
-        found = detached.resolve(name, folders, known)
-        if len(found) == 1 and found[0] in known:
-            await _collect(_end_detached(found[0], known[found[0]].why), errors)
-        else:
-            others[name] = [folder.name for folder in found]
-    clusters, problems = await survey(base) if others else ([], {})
+    found = {name: detached.resolve(name, folders, known) for name in names}
+    only_detached = all(len(some) == 1 and some[0] in known for some in found.values())
+    clusters, problems = ([], {}) if only_detached else await survey(base)
     there = {cluster.name: cluster for cluster in clusters}  # some have no folder here
-    for name, resolved in others.items():
-        ids = [one for one in (resolved or [name]) if one in there]
+    for name, some in found.items():
+        if len(some) == 1 and some[0] in known:
+            await _collect(_end_detached(some[0], known[some[0]].why), errors)
+            continue
+        ids = [folder.name for folder in some if folder.name in there]
         ids = ids or [one for one in there if one.startswith(name)]
         if len(ids) == 1:
             await _collect(_end(there[ids[0]], problems), errors)

@@ -66,8 +66,8 @@ class ClusterRecord:
         host = self.folder.owner.host
         return None if host == os.uname().nodename else host
 
-    def reports(self) -> Iterator[tuple[JobReport, bool]]:
-        """Yield each job as its cluster sees it, and True, or as the queue does, and False.
+    def reports(self) -> Iterator[JobReport]:
+        """Yield each job as its cluster sees it, or as the queue does.
 
         A cluster that is gone tells nothing, and one whose word the queue contradicts is behind.
         What waits in a notebook's own process, or is unknown, the queue does not show.
@@ -78,12 +78,12 @@ class ClusterRecord:
             report = known.pop(job_id, None)
             if report is None or report.contradicts(seen):
                 since, group = submitted.get(job_id), self.groups.get(job_id, "")
-                yield JobReport.of_queue(seen, since, group), False
+                yield JobReport.of_queue(seen, since, group)
             else:
-                yield report, True
+                yield report
         for report in known.values():
             if self.lives and report.state in WAITING | {JobState.UNKNOWN}:
-                yield report, True
+                yield report
 
 
 async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, QueueError]]:

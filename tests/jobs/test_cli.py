@@ -61,13 +61,13 @@ def test_jobs_shows_where_each_job_belongs(user):
     job = next(iter(left.submitted()))
     row, owner = known[job], f"process {left.owner.pid} on {socket.gethostname()} is gone"
     assert (row["cluster"], row["queue"], row["state"]) == (left.name, "local", "running")
-    assert (row["told_by"], row["workers"], row["lives"]) == ("queue", None, False)
+    assert (row["workers"], row["lives"]) == (None, False)
     assert owner in row["owner"]
     assert abs(row["since"] - time.time()) < 600
     head, *lines = user.hpcdask("list", "--jobs").stdout.splitlines()
     assert head.split() == ["cluster", "job", "state", "queue", "since", "owner"]
     (line,) = (line.rstrip() for line in lines if job in line)
-    assert line.split()[:6] == [left.name, job, "running", "(says", "the", "queue)"]
+    assert line.split()[:4] == [left.name, job, "running", "local"]
     assert line.endswith(f"notebook, {owner}")
 
 
