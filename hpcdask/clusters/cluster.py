@@ -10,14 +10,13 @@ import itertools
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from subprocess import Popen
 from typing import Any, ClassVar, Self, cast
 
 from distributed import Scheduler, Security, rpc
 from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
-from distributed.scheduler import WorkerState
 from distributed.utils import silence_logging_cmgr
 
 from hpcdask.bootstrap.environment import open_folder_warning
@@ -336,8 +335,6 @@ class JobCluster(BaseCluster):
         interval: Time | None = None,
         wait_count: int | None = None,
         target_duration: Time | None = None,
-        worker_key: Callable[[WorkerState], Any] | None = None,
-        memory_ratio: float | None = None,
         **groups: tuple[int, float | None],
     ) -> Adaptive:
         """Make the number of workers follow the work.
@@ -355,8 +352,8 @@ class JobCluster(BaseCluster):
         interval, wait_count
             Time between two looks (default 1 s), and looks in a row at which a worker is idle
             before it leaves (default 3): their product is the time that idle workers stay.
-        target_duration, worker_key, memory_ratio
-            Those of `distributed.deploy.adaptive.Adaptive`.
+        target_duration
+            Time in which the waiting Dask tasks should be done. Default: 5 s.
         **groups
             In a cluster with groups, the least and most workers of each, as in
             ``adapt(gpu=(0, 16), cpu=(0, 64))``, in place of the other bounds. Groups that are not
@@ -381,8 +378,6 @@ class JobCluster(BaseCluster):
             "interval": interval and parse_seconds(interval, "adapt: interval"),
             "target_duration": parse_seconds(target_duration, "adapt: target_duration"),
             "wait_count": wait_count,
-            "worker_key": worker_key,
-            "memory_ratio": memory_ratio,
         }
         controller = self._running()
         self.queue.check()
@@ -394,9 +389,6 @@ class JobCluster(BaseCluster):
     def plan(self) -> set[str]:
         """Return the names of the workers that are wanted."""
         return {name for group in self._groups.values() for name in group.names()}
-
-    #: Names of the workers that are asked for.
-    requested = plan
 
     # What it shows
 
@@ -418,11 +410,6 @@ class JobCluster(BaseCluster):
     def job_header(self) -> str:
         """Return the directives of the script of every job, or of the first group's."""
         return "\n".join(itertools.takewhile(bool, self.job_script().splitlines()[1:]))
-
-    @property
-    def job_name(self) -> str:
-        """Return the jobs' name in the queue, or that of the first group's."""
-        return next(iter(self.groups.values())).asked.name
 
     @property
     def workers(self) -> dict[str, Job]:

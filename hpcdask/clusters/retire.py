@@ -160,20 +160,17 @@ def fail_waiting(
     return failed
 
 
-def closable(
-    scheduler: Scheduler,
-    job_of: Callable[[str], str | None],
-    key: Callable[[WorkerState], Any] | None = None,
-    **rules: Any,
-) -> list[str]:
+def closable(scheduler: Scheduler, job_of: Callable[[str], str | None]) -> list[str]:
     """Return the jobs whose workers the scheduler's rules may close, the least data first.
 
-    `job_of` maps a worker's name to its job; None for others' workers. `key` and `rules` are those
-    of `Scheduler.workers_to_close`.
+    `job_of` maps a worker's name to its job; None for others' workers.
     """
     sizes = Counter(job_of(str(ws.name)) for ws in scheduler.workers.values())
-    key = key or (lambda ws: job_of(str(ws.name)) or ws.name)
-    names = scheduler.workers_to_close(key=key, attribute="name", **rules)
+
+    def key(ws: WorkerState) -> Any:
+        return job_of(str(ws.name)) or ws.name
+
+    names = scheduler.workers_to_close(key=key, attribute="name")
     # The scheduler leaves a worker out, not its job.
     complete = Counter(job_of(str(name)) for name in names)
     return [job for job, size in complete.items() if job is not None and size == sizes[job]]

@@ -184,7 +184,6 @@ class JobAdaptive(Adaptive):
         least, most = (sum(some) for some in zip(*bounds.values(), strict=True))
         super().__init__(cluster, minimum=least, maximum=most, **keywords)
         self.bounds = dict(bounds)
-        self._rules = {"key": self.worker_key, "memory_ratio": keywords.get("memory_ratio")}
         self._looks = {name: deque[int](maxlen=max(1, self.wait_count)) for name in bounds}
 
     def needed(self) -> dict[str, int]:
@@ -195,7 +194,7 @@ class JobAdaptive(Adaptive):
         gangs = workers_wanted(scheduler)
         found = demands(list(groups.values()), self.cluster.limits(), self.target_duration, gangs)
         for name, group in groups.items():
-            idle = retire.closable(scheduler, group.job_of, **self._rules)
+            idle = retire.closable(scheduler, group.job_of)
             connected = group.connected().items()
             busy = sum(len(states) for job, states in connected if job not in idle)
             found[name] = max(found[name], busy)
