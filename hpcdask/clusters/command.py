@@ -204,27 +204,24 @@ def down(base: str | None, names: tuple[str, ...], dead: bool, every: bool, yes:
 
 async def _end_named(base: str | None, names: Sequence[str]) -> list[HpcdaskError]:
     """End each of these clusters, and return what went wrong."""
-    folders, errors = list_clusters(base), list[HpcdaskError]()
+    clusters, problems = await survey(base)
+    folders, errors = [one.folder for one in clusters if one.folder], list[HpcdaskError]()
     known = detached.records(folders)
-    found = {name: detached.resolve(name, folders, known) for name in names}
-    only_detached = all(len(some) == 1 and some[0] in known for some in found.values())
-    clusters, problems = ([], {}) if only_detached else await survey(base)
-    there = {cluster.name: cluster for cluster in clusters}  # some have no folder here
-    for name, some in found.items():
-        if len(some) == 1 and some[0] in known:
-            await _collect(_end_detached(some[0], known[some[0]].why), errors)
+    for name in names:
+        ids = [folder.name for folder in detached.resolve(name, folders, known)]
+        # some have no folder here
+        found = [
+            one for one in clusters if one.name in ids or (not ids and one.name.startswith(name))
+        ]
+        if len(found) == 1:
+            await _collect(_end(found[0], problems), errors)
             continue
-        ids = [folder.name for folder in some if folder.name in there]
-        ids = ids or [one for one in there if one.startswith(name)]
-        if len(ids) == 1:
-            await _collect(_end(there[ids[0]], problems), errors)
-        elif ids:
-            text = f"several clusters are called {name}: say which by id: {', '.join(ids)}"
-            errors.append(UsageError(text))
-        else:
-            which = f"are: {', '.join(there)}" if there else "is none"
+        there = ", ".join(one.name for one in found or clusters)
+        text = f"several clusters are called {name}: say which by id: {there}"
+        if not found:
+            which = f"are: {there}" if there else "is none"
             text = f"no cluster of yours that is not over is called {name}. There {which}"
-            errors.append(UsageError(text))
+        errors.append(UsageError(text))
     return errors
 
 
@@ -266,19 +263,18 @@ async def _collect(ending: Awaitable[None], errors: list[HpcdaskError]) -> None:
         errors.append(error)
 
 
-async def _end_detached(folder: ClusterFolder, why: str) -> None:
-    from .detached.process import end  # imports distributed
-
-    if folder.ended is not None:
-        click.echo(f"{folder.name} has ended before: {why}")
-        return
-    await end(folder, "hpcdask down")
-    click.echo(f"{folder.name} has ended; no jobs and no keys are left")
-
-
 async def _end(cluster: ClusterRecord, problems: Mapping[str, QueueError]) -> None:
-    """End a cluster by the tags of its jobs."""
+    """End a detached cluster, or another one by the tags of its jobs."""
     name, folder = cluster.name, cluster.folder
+    record = None
+    with contextlib.suppress(UsageError):  # of another release
+        record = ControlRecord.read(folder) if folder and folder.ended is None else None
+    if folder is not None and record is not None:
+        from .detached.process import end  # imports distributed
+
+        await end(folder, "hpcdask down")
+        click.echo(f"{name} has ended; no jobs and no keys are left")
+        return
     if cluster.elsewhere:
         raise QueueError(f"{name}: {_ask_there(cluster, f'down {name}')}")
     if cluster.queue in problems:

@@ -293,7 +293,7 @@ def test_down_goes_on_after_one_that_is_over(tmp_path: Path, monkeypatch: pytest
     new = detached_cluster(tmp_path, "new-2")
     monkeypatch.setattr(Owner, "lives", lambda self: False)
     said = invoke(tmp_path, "down", "old", "none", "new", code=2)
-    assert "old-1 has ended before: hpcdask down" in said
+    assert "is called old." in said
     assert "new-2 has ended; no jobs and no keys are left" in said
     assert "is called none." in said
     assert ClusterFolder.open(new.path).ended is not None
