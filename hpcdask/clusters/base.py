@@ -59,7 +59,10 @@ class BaseCluster(Cluster):
             if not self.asynchronous and self.status == Status.closed:
                 upstream.loop_runner(self).stop()
 
-    async def _ready(self) -> Self:
+    def __enter__(self) -> Self:
+        return cast(Self, super().__enter__())
+
+    async def __aenter__(self) -> Self:
         try:
             await self._start()
         except BaseException:
@@ -67,14 +70,8 @@ class BaseCluster(Cluster):
             raise
         return self
 
-    def __enter__(self) -> Self:
-        return cast(Self, super().__enter__())
-
-    async def __aenter__(self) -> Self:
-        return await self._ready()
-
     def __await__(self) -> Generator[Any, None, Self]:
-        return self._ready().__await__()
+        return self.__aenter__().__await__()
 
     def _request(self, name: str, work: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """Start a method's work; wait for its end, or in an event loop return a future."""

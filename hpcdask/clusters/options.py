@@ -17,15 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
+from socket import AF_INET
 from typing import TYPE_CHECKING, Any, Self
 
 import dask.config
 import psutil
 from distributed import Scheduler, Security
-from distributed.utils import get_ip_interface
 
 from hpcdask.bootstrap.resources import launcher_cores
-from hpcdask.comm.fabric import interfaces
 from hpcdask.errors import UsageError
 from hpcdask.gpu.devices import visible_gpus
 from hpcdask.jobs.folder import base_path
@@ -398,16 +397,14 @@ def _read_scheduler(settings: Mapping[str, Any], *, local: bool, on_node: bool) 
     interface = chosen.setdefault("interface", settings.get("interface"))
     if local and interface is None:
         chosen["host"] = LOOPBACK
-    if interface is not None and not on_node:
-        try:
-            get_ip_interface(interface)
-        except ValueError:
-            has = ", ".join(one.name for one in interfaces(every=True))
-            raise UsageError(
-                f"interface: this machine has no interface {interface} with an IPv4 address. It "
-                f"has: {has}. If only the nodes have {interface}, name this machine's: "
-                f'scheduler_options={{"interface": "…"}}'
-            ) from None
+    cards = psutil.net_if_addrs().items()
+    usable = [name for name, found in cards if any(one.family == AF_INET for one in found)]
+    if interface is not None and not on_node and interface not in usable:
+        raise UsageError(
+            f"interface: this machine has no interface {interface} with an IPv4 address. It has: "
+            f"{', '.join(usable)}. If only the nodes have {interface}, name this machine's: "
+            f'scheduler_options={{"interface": "…"}}'
+        )
     return chosen
 
 

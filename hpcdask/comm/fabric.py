@@ -89,8 +89,8 @@ def look(
     )
 
 
-def interfaces(root: str = "/", *, every: bool = False) -> tuple[Interface, ...]:
-    """Return interfaces with IPv4; those that lead to no other node only with ``every``."""
+def interfaces(root: str = "/") -> tuple[Interface, ...]:
+    """Return the interfaces with IPv4 that lead to other nodes."""
     import socket
 
     import psutil
@@ -103,8 +103,8 @@ def interfaces(root: str = "/", *, every: bool = False) -> tuple[Interface, ...]
             continue
         stat = stats.get(name)
         local = address.startswith(("127.", "169.254."))  # also a management card's own link
-        if every or (stat and stat.isup and not local and not VIRTUAL.match(name)):
-            speed = stat.speed if stat and stat.speed > 0 else 0
+        if stat and stat.isup and not local and not VIRTUAL.match(name):
+            speed = max(0, stat.speed)
             found.append(Interface(name, address, _kind(name, root), speed))
     return tuple(found)
 

@@ -72,8 +72,6 @@ def test_interfaces(cards):
         Interface("ib0", "10.1.0.7", "infiniband", 200_000),
         Interface("tun0", "10.9.0.7", "other", 10),
     )
-    every = {one.name for one in fabric.interfaces(cards, every=True)}
-    assert every == set(CARDS) - {"eno3"}
 
 
 # RDMA devices
