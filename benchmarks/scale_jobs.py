@@ -26,6 +26,7 @@ from hpcdask.clusters.controller import Controller, Group
 from hpcdask.clusters.job import Policy
 from hpcdask.clusters.options import ClusterOptions
 from hpcdask.clusters.scheduler import make_security, start_scheduler
+from hpcdask.comm.peers import TOPIC
 from hpcdask.jobs.discovery import survey
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import set_log_level
@@ -116,6 +117,8 @@ async def measure_workers(costs: Costs, controller: Controller, group: Group, ke
         print(json.dumps(asked), flush=True)
         await until(lambda: all(job.workers for job in group.jobs.values()))
     controller.step = step  # type: ignore[method-assign]
+    # one that leaves before its first heartbeat would be unknown
+    await until(lambda: len(scheduler.get_events(TOPIC)) >= len(names))
     costs |= {"join_steps": len(steps), "join_steps_s": sum(steps)}
     await measure_reconcile(costs, "reconcile_running_s", controller, group)
     with timed(costs, "shrink_s"):
