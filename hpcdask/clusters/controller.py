@@ -198,7 +198,7 @@ class Group:
             self.jobs[job_id] = after
             meant = controller.closing or after.cancelled or after.leaving
             ended = after.is_over and not before.is_over
-            stuck = after.stuck and not before.overdue
+            stuck = after.stuck and not (before.stuck or after.cancelled)
             if stuck or (ended and not meant and after.state is not JobState.COMPLETED):
                 controller.say(display.job_ended(after, controller.folder))
         past = [job.id for job in self.jobs.values() if job.is_over and not job.workers]

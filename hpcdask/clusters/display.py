@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -92,7 +93,8 @@ def jobs_failed(
 ) -> JobsFailed:
     """Return the error where too many jobs died, or did not start, with the end of the last log."""
     job = sorted((*starts, *died), key=lambda job: job.died or 0)[-1]
-    late = job.overdue and not job.arrived and not job.stuck
+    passed_s = (job.died or 0) - (job.started or math.inf)
+    late = passed_s >= policy.start_timeout_s and not job.arrived and not job.stuck
     what = f"{len(died)} jobs died within an hour"
     if len(starts) >= policy.failures_max:
         did = "brought no workers" if late else "ended before their workers connected"

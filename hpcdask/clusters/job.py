@@ -56,7 +56,6 @@ class Job(Record):
     leaving: bool = False  #: its workers are retiring, so it no longer counts
     expiring: bool = False  #: its walltime is near, so it no longer counts, even if `held` shrinks
     stuck: bool = False  #: the queue failed to start it, and holds it
-    overdue: bool = False  #: workers did not connect, return or leave in time, or it is stuck
     died: float | None = None  #: time at which it ended, or was given up, against our will
     group: str = ""  #: group that it belongs to; empty in a cluster without groups
 
@@ -128,7 +127,7 @@ def observe(
     `workers` are its connected ones, of earlier lives too. They tell more than the queue, which
     lags, unless it has done with the job.
     """
-    before, lives = job, {name: int(name.rsplit("-", 2)[1]) for name in workers}
+    lives = {name: int(name.rsplit("-", 2)[1]) for name in workers}
     newest = max(job.restarts, seen.restarts if seen else 0, *lives.values())
     revived = job.is_over and bool(lives) and not job.workers  # the queue had forgotten it
     if newest > job.restarts or revived:
@@ -143,7 +142,7 @@ def observe(
     if asked:
         job = _changed(job, missed=0 if seen else job.missed + 1)
     job = _advance(job, seen, asked, now, policy)
-    return replace(job, died=now) if _has_died(before, job, now) else job
+    return replace(job, died=now) if _dies(job, now, policy) else job
 
 
 def _advance(job: Job, seen: QueueStatus | None, asked: bool, now: float, policy: Policy) -> Job:
@@ -171,8 +170,7 @@ def _advance(job: Job, seen: QueueStatus | None, asked: bool, now: float, policy
     gone = job.arrived and len(job.workers) < job.size
     facts["incomplete_since"] = (job.incomplete_since or now) if gone else None
     job = _changed(job, state=state, **facts)
-    expiring, overdue = expires(job, now, policy), is_overdue(job, now, policy)
-    return _changed(job, expiring=expiring, overdue=overdue)
+    return _changed(job, expiring=expires(job, now, policy))
 
 
 def _changed(job: Job, **facts: Any) -> Job:
@@ -201,9 +199,12 @@ def _conclude(
 
 
 def is_overdue(job: Job, now: float, policy: Policy) -> bool:
-    """Return whether workers did not connect, return or leave in time, or the job is stuck."""
-    if job.cancelled:
-        return job.overdue
+    """Return whether a live job's workers did not connect, return or leave in time.
+
+    A job that is stuck is overdue, too.
+    """
+    if job.is_over:
+        return False
     since, patience_s = None, LOST_AFTER_S
     if job.state is JobState.LOST or (job.leaving and not job.workers):
         since = job.incomplete_since
@@ -245,30 +246,31 @@ def expires(job: Job, now: float, policy: Policy) -> bool:
 # What went wrong
 
 
-def _has_died(before: Job, after: Job, now: float) -> bool:
-    """Return whether a job ended, or is given up, against our will as it became `after`.
+def _dies(job: Job, now: float, policy: Policy) -> bool:
+    """Return whether a job has just ended, or is given up, against our will.
 
     It has not if the cluster, the walltime or a preemption brought the end about, or its workers
     have served their lifetime.
     """
-    if after.overdue and not before.overdue:
-        return not after.leaving
-    meant = after.cancelled or after.overdue or (after.leaving and not after.expiring)
-    if not after.is_over or meant or after.state is JobState.PREEMPTED:
+    if job.died is not None or job.cancelled or (job.leaving and not job.expiring):
         return False
-    if after.arrived_at is None:
+    if is_overdue(job, now, policy):
+        return not job.leaving
+    if not job.is_over or job.state is JobState.PREEMPTED:
+        return False
+    if job.arrived_at is None:
         return True
-    served = (after.incomplete_since or now) - after.arrived_at >= SERVED_S
-    by_itself = after.state is JobState.COMPLETED and after.exit_code == 0 and served
-    return not (by_itself or after.expiring or after.state is JobState.TIMEOUT)
+    served = (job.incomplete_since or now) - job.arrived_at >= SERVED_S
+    by_itself = job.state is JobState.COMPLETED and job.exit_code == 0 and served
+    return not (by_itself or job.expiring or job.state is JobState.TIMEOUT)
 
 
 def went_wrong(jobs: Collection[Job], now: float) -> tuple[list[Job], list[Job]]:
     """Return the jobs that failed to start in a row, and those that died within an hour."""
     arrived = max((job.arrived_at or 0.0 for job in jobs), default=0.0)
     died = [(job, job.died) for job in jobs if job.died is not None]
-    # a job that was given up is cancelled afterwards
-    bare = [(job, at) for job, at in died if job.overdue or job.state is not JobState.CANCELLED]
+    # somebody may have cancelled a job that waited; one that was given up is cancelled here
+    bare = [(job, at) for job, at in died if job.cancelled or job.state is not JobState.CANCELLED]
     starts = [job for job, at in bare if at >= arrived and not job.arrived]
     return starts, [job for job, at in died if now - at < DEATHS_WINDOW_S]
 
@@ -305,8 +307,9 @@ def plan(
     present = [job for job in jobs if not job.cancelled]
     # what the queue forgot might come back when nobody counts on it any more
     forgotten = [job for job in present if job.is_over and job.missed >= policy.missed_max]
-    hopeless = forgotten + [job for job in present if job.overdue and not job.is_over]
-    staying = [job for job in present if not (job.is_over or job.overdue or job.leaving)]
+    late = {job.id for job in present if is_overdue(job, now, policy)}
+    hopeless = forgotten + [job for job in present if job.id in late]
+    staying = [job for job in present if not (job.is_over or job.leaving or job.id in late)]
     counting = [job for job in staying if not job.expiring]
     running = sum(job.state is JobState.RUNNING for job in counting)
 

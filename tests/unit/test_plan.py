@@ -72,12 +72,13 @@ def look(
     return observe(job, seen, asked=True, workers=workers, held=0, now=now, **more)
 
 
+def overdue(job: Job, now: float = T) -> bool:
+    return is_overdue(job, now, POLICY)
+
+
 def decide(wanted: int, *jobs: Job, now: float = T, **more):
     policy = more.setdefault("policy", POLICY)
-    known = [
-        replace(job, overdue=is_overdue(job, now, policy), expiring=expires(job, now, policy))
-        for job in jobs
-    ]
+    known = [replace(job, expiring=expires(job, now, policy)) for job in jobs]
     return plan(wanted, known, now=now, **more)
 
 
@@ -160,10 +161,14 @@ def test_a_restart_is_a_new_life():
 def test_workers_that_vanish_make_a_job_lost():
     job = running("7", size=2)
     lost = look(job, QueueState.RUNNING, names(job, 1))
-    assert (lost.state, lost.incomplete_since, lost.overdue) == (JobState.LOST, T, False)
+    assert (lost.state, lost.incomplete_since, overdue(lost)) == (JobState.LOST, T, False)
     later = look(lost, QueueState.RUNNING, now=T + 30)
-    assert (later.state, later.incomplete_since, later.overdue) == (JobState.LOST, T, False)
-    assert look(later, QueueState.RUNNING, now=T + 60).overdue
+    assert (later.state, later.incomplete_since, overdue(later, T + 30)) == (
+        JobState.LOST,
+        T,
+        False,
+    )
+    assert overdue(look(later, QueueState.RUNNING, now=T + 60), T + 60)
     back = look(later, QueueState.RUNNING, names(job), now=T + 59)
     assert (back.state, back.incomplete_since) == (JobState.RUNNING, None)
     assert look(replace(job, leaving=True), QueueState.RUNNING).state is JobState.RUNNING
@@ -174,7 +179,11 @@ def test_a_job_whose_node_boots_has_time_to_start():
     boots = QueueStatus("7", QueueState.PENDING, reason="CONFIGURING", nodes="n1")
     for late in range(0, 900, 30):
         job = look(job, boots, now=T + late)
-        assert (job.state, job.reason, job.overdue) == (JobState.PENDING, "CONFIGURING", False)
+        assert (job.state, job.reason, overdue(job, T + late)) == (
+            JobState.PENDING,
+            "CONFIGURING",
+            False,
+        )
     job = look(job, QueueState.RUNNING, now=T + 900)
     assert (job.state, job.started) == (JobState.STARTING, T + 900)
     boots = replace(boots, state=QueueState.REQUEUED, restarts=1)
@@ -189,14 +198,14 @@ def test_a_job_that_the_queue_does_not_know_the_state_of_is_judged_by_its_worker
     lost = look(job, QueueState.UNKNOWN)
     assert (lost.state, lost.incomplete_since, lost.missed) == (JobState.LOST, T, 0)
     late = look(lost, QueueState.UNKNOWN, now=T + 60)
-    assert late.overdue
+    assert overdue(late, T + 60)
     assert decide(1, late, now=T + 60) == Actions(submit=1, cancel=("7",))
     assert decide(0, late, now=T + 60) == Actions(cancel=("7",))
     assert look(lost, None).state is JobState.UNKNOWN
     has_nodes = QueueStatus("8", QueueState.UNKNOWN, nodes="n1")
     job = look(pending("8"), has_nodes)
-    assert (job.state, job.started, job.overdue) == (JobState.STARTING, T, False)
-    assert look(job, has_nodes, now=T + 300).overdue
+    assert (job.state, job.started, overdue(job)) == (JobState.STARTING, T, False)
+    assert overdue(look(job, has_nodes, now=T + 300), T + 300)
 
 
 def test_a_job_without_nodes_whose_state_nobody_knows_is_waited_for():
@@ -204,7 +213,11 @@ def test_a_job_without_nodes_whose_state_nobody_knows_is_waited_for():
     job = pending("8")
     for poll in range(10):
         job = look(job, QueueState.UNKNOWN, now=T + HOUR * poll)
-        assert (job.state, job.missed, job.overdue) == (JobState.UNKNOWN, 0, False)
+        assert (job.state, job.missed, overdue(job, T + HOUR * poll)) == (
+            JobState.UNKNOWN,
+            0,
+            False,
+        )
     assert decide(1, job, now=T + 10 * HOUR) == Actions()
 
 
@@ -214,11 +227,11 @@ def test_a_job_that_the_queue_failed_to_start_and_holds_is_a_failed_one(tmp_path
     before, reason = starting("7"), "launch failed"
     seen = QueueStatus("7", state, reason=reason, restarts=restarts, stuck=True)
     job = look(before, seen)
-    assert (job.state, job.reason, job.overdue) == (JobState(state), reason, True)
+    assert (job.state, job.reason, overdue(job)) == (JobState(state), reason, True)
     assert job.died == T
     assert decide(1, job) == Actions(submit=1, cancel=("7",))
     cancelled = look(replace(job, cancelled=True), None, now=T + 9)
-    assert (cancelled.overdue, cancelled.died) == (True, T)
+    assert cancelled.died == T
     over = look(cancelled, QueueStatus("7", QueueState.CANCELLED, restarts=restarts), now=T + 9)
     assert over.died == T
     folder = ClusterFolder.create("ab-1", "slurm", tmp_path)
@@ -231,7 +244,7 @@ def test_a_job_that_the_queue_failed_to_start_and_holds_is_a_failed_one(tmp_path
 def test_a_hold_that_somebody_wanted_is_respected(reason):
     for state in (QueueState.PENDING, QueueState.REQUEUED):
         job = look(pending("7"), QueueStatus("7", state, reason=reason), now=T + HOUR)
-        assert (job.reason, job.overdue) == (reason, False)
+        assert (job.reason, overdue(job, T + HOUR)) == (reason, False)
         assert decide(1, job, now=T + HOUR) == Actions()
 
 
