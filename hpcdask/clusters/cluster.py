@@ -412,6 +412,11 @@ class JobCluster(BaseCluster):
         return "\n".join(itertools.takewhile(bool, self.job_script().splitlines()[1:]))
 
     @property
+    def job_name(self) -> str:
+        """Return the jobs' name in the queue, or that of the first group's."""
+        return next(iter(self.groups.values())).asked.name
+
+    @property
     def workers(self) -> dict[str, Job]:
         """Return the jobs that are not over, by id, as dask-jobqueue does."""
         return {job.id: job for job in self.jobs() if job.state not in OVER}

@@ -64,7 +64,8 @@ class Group:
     A cluster without groups has one, whose name is empty. Each job has `size` workers, each worker
     `resources`. `jobs` includes the latest of those that are over. `emptied`: the user asked for
     none, so nobody is left to hold results. `failure` says why nothing more is submitted. A queue
-    that is at a limit, or silent, gets no submission before `retry_at`, in unix time.
+    that is at a limit, or silent, gets no submission before `retry_at`, in unix time. After an
+    `unanswered` submission it may have jobs whose ids it did not tell.
     """
 
     controller: Controller
@@ -78,8 +79,8 @@ class Group:
     failure: HpcdaskError | None = None
     submission: asyncio.Task[None] | None = None
     retry_at: float = 0.0
+    unanswered: bool = False
     _retry_s: float = RETRY_S[0]
-    _unanswered: bool = False  # the queue may have jobs whose ids it did not tell
     _waiting_users: int = 0
 
     # Its jobs and workers
@@ -230,14 +231,6 @@ class Group:
         now, policy = time.time(), self.policy
         return plan(self.wanted, self.jobs.values(), idle=idle, now=now, policy=policy)
 
-    async def finish_submission(self) -> None:
-        """Learn at the end which jobs were submitted."""
-        if self.submission is not None:
-            await asyncio.wait([self.submission])
-        if self._unanswered:
-            with contextlib.suppress(QueueError):
-                await self._adopt()
-
     # Submitting
 
     async def _submit(self) -> None:
@@ -267,8 +260,8 @@ class Group:
         """Submit jobs, as many with one command as the queue takes."""
         queue, folder = self.controller.queue, self.controller.folder
         try:
-            if self._unanswered:
-                await self._adopt()
+            if self.unanswered:
+                await self.adopt()
             largest = max(1, await queue.limit())
         except NotHere:
             raise
@@ -287,9 +280,9 @@ class Group:
                     raise
                 largest = count // 2
             except QueueError:
-                self._unanswered = True
+                self.unanswered = True
                 with contextlib.suppress(QueueError):
-                    if await self._adopt():
+                    if await self.adopt():
                         continue
                 raise
             else:
@@ -304,7 +297,7 @@ class Group:
         self.enter(ids)
         await asyncio.to_thread(self.controller.folder.record, ids, self.name)
 
-    async def _adopt(self) -> bool:
+    async def adopt(self) -> bool:
         """Add the jobs that a command without an answer made; return whether there are some."""
         tagged, mine = await self.controller.queue.tagged(), f"hpcdask:{self.prefix}"
         found = [one for one, tag in tagged.items() if tag == mine and one not in self.jobs]
@@ -413,7 +406,7 @@ class Controller:
 
     def live(self) -> list[str]:
         """Return the ids of the jobs that are not over."""
-        return [job_id for group in self.groups.values() for job_id in group.live()]
+        return [job.id for job in self.jobs() if not job.is_over]
 
     @property
     def failure(self) -> HpcdaskError | None:
@@ -455,7 +448,11 @@ class Controller:
         """
         self.expect_end()
         for group in self.groups.values():
-            await group.finish_submission()
+            if group.submission is not None:
+                await asyncio.wait([group.submission])
+            if group.unanswered:
+                with contextlib.suppress(QueueError):
+                    await group.adopt()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -517,14 +514,14 @@ class Controller:
 
         Nannies are known until their job is over, even if their worker is gone.
         """
-        live = [(one, job) for one in self.groups.values() for job in one.jobs.values()]
-        live = [(one, job) for one, job in live if not job.is_over]
-        names = {name for one, job in live for name in job.worker_names(one.prefix)}
+        live = [job for job in self.jobs() if not job.is_over]
+        prefixes = {name: group.prefix for name, group in self.groups.items()}
+        names = {name for job in live for name in job.worker_names(prefixes[job.group])}
         now = {str(ws.name): ws.nanny or "" for ws in self.scheduler.workers.values()}
         known = (self._nannies | now).items()
         self._nannies = {name: nanny for name, nanny in known if name in names}
         failed = f"the cluster submits no more jobs: {self.failure}" if self.failure else ""
-        jobs = tuple(job.report() for _, job in live)
+        jobs = tuple(job.report() for job in live)
         return ClusterReport(jobs, self.scheduler.address, self._nannies, failed or self.waits)
 
     async def ask(self, ids: Collection[str]) -> Answer:
