@@ -21,7 +21,7 @@ from hpcdask.jobs.state import ClusterReport, JobState, lasting
 from hpcdask.logs import DIED, say
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import QueueStatus
-from hpcdask.spec.names import group_id, parse_worker_name
+from hpcdask.spec.names import group_id, job_of_worker
 
 from . import display, retire
 from .job import Actions, Job, Policy, ends_at, margin_s, observe, plan, went_wrong
@@ -117,8 +117,7 @@ class Group:
 
     def job_of(self, name: str) -> str | None:
         """Return the id of a worker's job; None for other people's workers."""
-        parsed = parse_worker_name(self.prefix, name)
-        return None if parsed is None else parsed[0]
+        return job_of_worker(self.prefix, name)
 
     def connected(self) -> dict[str, list[WorkerState]]:
         """Return the workers that the scheduler has, by the ids of their jobs."""

@@ -311,19 +311,19 @@ class _Reader:
     def _gpus(self, settings: Mapping[str, Any], nodes: int, spec: WorkerSpec) -> tuple[int, bool]:
         """Return the GPUs per job, and whether the user's own directives ask for them already."""
         lines = [*_directives(settings), f"-l {settings.get('resource_spec', '')}"]
-        counts = {line: self.queue.requested_gpus(line, nodes) for line in lines}
-        written = {line: count for line, count in counts.items() if count is not None}
+        counts = [(line, self.queue.requested_gpus(line, nodes)) for line in lines]
+        written = [(line, count) for line, count in counts if count is not None]
         asked: int | None = settings.get("gpus_per_job")
         if asked is None:
             if spec.device == "cpu":
                 return 0, False
-            return next(iter(written.values()), 1), bool(written)
+            return written[0][1] if written else 1, bool(written)
         if asked == 0 and spec.device == "cuda":
             raise UsageError("gpus_per_job=0 with device='cuda': workers on GPUs need at least one")
         if written:
             raise UsageError(
-                f"gpus_per_job={asked} and the directive {next(iter(written))!r} both request "
-                f"GPUs: leave one of them out"
+                f"gpus_per_job={asked} and the directive {written[0][0]!r} both request GPUs: "
+                f"leave one of them out"
             )
         return asked, False
 

@@ -130,18 +130,15 @@ def demands(
     What several groups can run, such as Dask tasks that ask for no resources and `gangs` of so many
     workers, counts for the first of them up to its limit in `most`, and what is left for the next.
     """
-    scheduler = groups[0].controller.scheduler
-    waiting: dict[tuple[str, ...], list[TaskState]] = {}
-    for ts in (*scheduler.queued, *scheduler.unrunnable):
-        able = tuple(group.name for group in groups if group.can_run(ts))
-        waiting.setdefault(able, []).append(ts)
-    found = {}
+    scheduler, found = groups[0].controller.scheduler, {}
+    waiting: Sequence[TaskState] = [*scheduler.queued, *scheduler.unrunnable]
     for group in groups:
-        limit, mine = most[group.name], [names for names in waiting if group.name in names]
-        needed = _demand(group, [ts for names in mine for ts in waiting[names]], target_duration)
-        for names in mine:
-            passed_on = round(len(waiting[names]) * max(0.0, 1 - limit / needed)) if needed else 0
-            waiting[names] = waiting[names][:passed_on]
+        able: dict[bool, list[TaskState]] = {True: [], False: []}
+        for ts in waiting:
+            able[group.can_run(ts)].append(ts)
+        needed, limit = _demand(group, able[True], target_duration), most[group.name]
+        kept = round(len(able[True]) * min(1.0, limit / needed)) if needed else 0
+        waiting = able[False] + able[True][kept:]
         found[group.name] = max(needed, int(min(gangs, limit)))
         gangs = max(0, gangs - found[group.name])
     return found

@@ -24,7 +24,7 @@ def worker_name(group: str, job_id: str, restarts: int, number: int) -> str:
     return f"{group}-{job_id}-{restarts}-{number}"
 
 
-def parse_worker_name(group: str, name: str) -> tuple[str, int, int] | None:
-    """Return job id, restart count and number of a `worker_name`; None for other names."""
-    found = re.fullmatch(rf"{re.escape(group)}-(.+)-(\d+)-(\d+)", name, re.ASCII)
-    return (found[1], int(found[2]), int(found[3])) if found else None
+def job_of_worker(group: str, name: str) -> str | None:
+    """Return the job id in a `worker_name`; None for other names."""
+    found = re.fullmatch(rf"{re.escape(group)}-(.+)-\d+-\d+", name, re.ASCII)
+    return found and found[1]

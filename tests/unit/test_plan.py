@@ -26,7 +26,7 @@ from hpcdask.clusters.job import (
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import JobState
 from hpcdask.queues.job_state import OVER, WAITING, QueueState, QueueStatus
-from hpcdask.spec.names import parse_worker_name, worker_name
+from hpcdask.spec.names import job_of_worker, worker_name
 
 T = 1_800_000_000.0  # now
 CLUSTER = "ab-12"
@@ -88,7 +88,7 @@ def decide(wanted: int, *jobs: Job, now: float = T, **more):
 @pytest.mark.parametrize("cluster", ["ab12", "my-cluster-1", "c.d"])
 @pytest.mark.parametrize("job_id", ["4711", "4711_3", "4711[3].pbs-01", "host-7-8"])
 def test_the_cluster_finds_the_job_from_the_name(cluster, job_id):
-    assert parse_worker_name(cluster, worker_name(cluster, job_id, 2, 13)) == (job_id, 2, 13)
+    assert job_of_worker(cluster, worker_name(cluster, job_id, 2, 13)) == job_id
 
 
 def test_a_job_from_pending_to_completed():
