@@ -16,7 +16,7 @@ from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.comm import fabric
 from hpcdask.errors import HpcdaskError
-from hpcdask.gpu.driver import answer_deadline_s, read
+from hpcdask.gpu.driver import answer_deadline_s
 from hpcdask.logs import complain
 from hpcdask.process import leave
 from hpcdask.runner import mpi
@@ -27,7 +27,7 @@ from hpcdask.spec.parsing import configured_port_range, parse_port_range
 
 from . import nodes, proofs, report
 from .collect import Gathering
-from .launch import Launch
+from .launch import Arrival, Launch
 from .nodes import RankFacts
 from .proofs import Outcome
 
@@ -89,7 +89,7 @@ class _Leader:
         self._launch = launch
         self._channels: dict[int, MessageStream] = {}
         self._complete = asyncio.Event()
-        launch.place(0, launch.rank.host, _boot_id())
+        launch.arrivals[0] = Arrival(launch.rank.host)
 
     async def run(self, gathering: Gathering, as_json: bool, with_nccl: bool) -> int:
         """Gather the reports of all ranks, print one, and return its exit code."""
@@ -129,11 +129,9 @@ class _Leader:
             meeting.close()
 
     async def _note_arrival(self, hello: dict[str, Any], channel: MessageStream) -> None:
-        rank = int(hello["rank"])
-        arrival = self._launch.place(rank, hello["host"], hello["boot"])
-        arrival.address, arrival.failed = hello["address"], hello["failed"]
-        arrival.ahead = hello["time"] - time.time()
-        self._channels[rank] = channel
+        rank, ahead = int(hello["rank"]), hello["time"] - time.time()
+        arrival = Arrival(hello["host"], hello["address"], hello["failed"], ahead=ahead)
+        self._channels[rank], self._launch.arrivals[rank] = channel, arrival
         if len(self._launch.arrivals) == self._launch.rank.size:
             self._complete.set()
 
@@ -155,8 +153,8 @@ class _Leader:
 async def _follow(rank: Rank, gathering: Gathering, timeout: float) -> int:
     """Report to rank 0, do what it orders, and return its exit code."""
     info, channel, address, failed = await find_leader(rank, Rendezvous.of(rank), timeout)
-    who = {"rank": rank.index, "host": rank.host, "boot": _boot_id(), "time": time.time()}
-    channel.send(**who, address=address, failed=failed)
+    who = {"rank": rank.index, "host": rank.host, "address": address, "failed": failed}
+    channel.send(**who, time=time.time())
     facts = await _gather(gathering, proves=rank.local_index == 0)
     channel.send(facts=facts.to_json())
     while (order := await channel.receive()) is not None:
@@ -167,11 +165,6 @@ async def _follow(rank: Rank, gathering: Gathering, timeout: float) -> int:
     if rank.index == 1:
         complain(f"rank 0 on {info.host} is gone: see what it printed")
     return 2
-
-
-def _boot_id() -> str:
-    """Return the id of this system since its start, which no other node has."""
-    return read("/proc/sys/kernel/random/boot_id")
 
 
 def show(launch: Launch, as_json: bool) -> int:

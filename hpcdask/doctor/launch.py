@@ -52,16 +52,6 @@ class Launch:
     address: str = ""
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     nccl: list[tuple[str, Outcome]] | None = None
-    _boots: dict[str, str] = field(default_factory=dict)
-
-    def place(self, rank: int, host: str, boot: str) -> Arrival:
-        """Note an arrival; nodes of one name differ by the ids of their boots."""
-        name, number = host, 1
-        while self._boots.setdefault(name, boot) != boot:
-            number += 1
-            name = f"{host} #{number}"
-        self.arrivals[rank] = Arrival(name)
-        return self.arrivals[rank]
 
     def away(self) -> list[Arrival]:
         """Return the ranks of other nodes than rank 0's."""

@@ -12,11 +12,11 @@ import os
 import sys
 import time
 from collections import ChainMap
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
 
@@ -175,45 +175,36 @@ async def prove_stack() -> Outcome:
     return await _hear(await _start(), STACK_DEADLINE_S)
 
 
-class Member(NamedTuple):
-    """GPU, and the rank of the launch that starts its process."""
-
-    rank: int
-    name: str
-    uuid: str
-
-
-def members(nodes: Iterable[Node]) -> list[Member]:
-    """Return the GPUs that the ranks would use, each once."""
-    found: dict[str, Member] = {}
+def members(nodes: Iterable[Node]) -> dict[str, tuple[int, str]]:
+    """Return the GPUs that the ranks would use, by UUID: the rank that has it, and its name."""
+    found: dict[str, tuple[int, str]] = {}
     for node in nodes:
         for rank, gpus in node.assign()[0].items():
             for gpu in gpus:
-                name = f"GPU {gpu.index} of {node.name}"
-                found.setdefault(gpu.uuid, Member(rank, name, gpu.uuid))
-    return list(found.values())
+                found.setdefault(gpu.uuid, (rank, f"GPU {gpu.index} of {node.name}"))
+    return found
 
 
 #: Function that sends an order to a rank, and returns the outcomes of the rank's GPUs in order.
 Ask = Callable[[int, dict[str, Any]], Awaitable[list[Outcome]]]
 
 
-async def measure(every: Sequence[Member], ask: Ask) -> list[tuple[str, Outcome]]:
-    """Measure an all-reduce between all GPUs; return each one's name and outcome."""
+async def measure(every: Mapping[str, tuple[int, str]], ask: Ask) -> list[tuple[str, Outcome]]:
+    """Measure an all-reduce between all `members`; return each one's name and outcome."""
     if len(every) < 2:
-        return [(one.name, Outcome()) for one in every]
+        return [(name, Outcome()) for _, name in every.values()]
     host = await _start("host", **SPEAK)
     try:
         known = await _hear(host, NCCL_DEADLINE_S, until="id")
         if not (unique_id := known.merged.get("id")):
-            return [(one.name, known) for one in every]
-        gpus = [(one.rank, one.uuid) for one in every]
+            return [(name, known) for _, name in every.values()]
+        gpus = [(rank, uuid) for uuid, (rank, _) in every.items()]
         order = {"id": unique_id, "nbytes": NBYTES, "gpus": gpus}
         answers = await asyncio.gather(*(ask(rank, order) for rank in dict(gpus)))
     finally:
         await _kill(host)
-    outcomes = {rank: iter(answer) for rank, answer in zip(dict(gpus), answers, strict=True)}
-    return [(one.name, next(outcomes[one.rank], Outcome())) for one in every]
+    outcomes = dict(zip(dict(gpus), map(iter, answers), strict=True))
+    return [(name, next(outcomes[rank], Outcome())) for rank, name in every.values()]
 
 
 async def obey(rank: int, order: dict[str, Any]) -> list[Outcome]:
@@ -224,10 +215,8 @@ async def obey(rank: int, order: dict[str, Any]) -> list[Outcome]:
         process = await _start(word, CUDA_VISIBLE_DEVICES=uuid, **SPEAK)
         return await _hear(process, NCCL_DEADLINE_S)
 
-    gpus = enumerate(order["gpus"])
-    return await asyncio.gather(
-        *(reduce(number, uuid) for number, (of, uuid) in gpus if of == rank)
-    )
+    own = [(number, uuid) for number, (of, uuid) in enumerate(order["gpus"]) if of == rank]
+    return await asyncio.gather(*(reduce(*gpu) for gpu in own))
 
 
 async def _start(*arguments: str, **variables: str) -> asyncio.subprocess.Process:
@@ -246,7 +235,7 @@ async def _hear(
     """Return the steps of a process until it ends or tells `until`; kill it at the deadline."""
     assert process.stdout is not None
     found: list[dict[str, Any]] = []
-    try:
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(deadline_s):
             async for line in process.stdout:
                 _, is_nccl, text = line.partition(b"NCCL WARN ")
@@ -257,8 +246,7 @@ async def _hear(
                 if found and until in found[-1]:
                     return Outcome(found)
             return Outcome(found, await process.wait())
-    except TimeoutError:
-        await _kill(process)
+    await _kill(process)
     return Outcome(found)
 
 

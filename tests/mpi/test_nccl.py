@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from hpcdask.doctor import proofs
-from hpcdask.doctor.proofs import Member, Outcome
+from hpcdask.doctor.proofs import Outcome
 
 STAND_IN = Path(__file__).parents[1] / "nccl_stand_in"
 FAR = 60
-MEMBERS = [Member(n // 2, f"GPU {n % 2} of n{n // 2}", f"GPU-{n}") for n in range(4)]
+MEMBERS = {f"GPU-{n}": (n // 2, f"GPU {n % 2} of n{n // 2}") for n in range(4)}
+TWO = dict([*MEMBERS.items()][:2])
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPa
     return monkeypatch
 
 
-def measured(members: list[Member]) -> list[tuple[str, str, str, str]]:
+def measured(members: dict[str, tuple[int, str]]) -> list[tuple[str, str, str, str]]:
     known = asyncio.run(proofs.measure(members, proofs.obey))
     return told(known)
 
@@ -69,7 +70,7 @@ def test_a_fault_is_told_with_its_step(stand_in, gpus, fault, reason, advice):
     stand_in.setenv("CUDA_VISIBLE_DEVICES", "")
     if not gpus:
         stand_in.setenv("STAND_IN_MISSING", "1")
-    topic, status, value, remedy = measured(MEMBERS[:2])[-1]
+    topic, status, value, remedy = measured(TWO)[-1]
     assert (topic, status, value) == ("all-reduce", "error", f"all GPUs: {reason}")
     assert advice in remedy
 
@@ -77,7 +78,7 @@ def test_a_fault_is_told_with_its_step(stand_in, gpus, fault, reason, advice):
 def test_what_hangs_is_given_up(stand_in):
     stand_in.setenv("STAND_IN_FAULTS", json.dumps({"GPU-0": ["join", "hang"]}))
     stand_in.setattr(proofs, "NCCL_DEADLINE_S", 2.0)
-    assert "no answer within 2 s" in measured(MEMBERS[:2])[-1][2]
+    assert "no answer within 2 s" in measured(TWO)[-1][2]
 
 
 def test_the_gpu_that_fails_is_named_and_those_that_wait_are_counted():

@@ -478,16 +478,6 @@ def test_clocks(ahead, status):
     assert f"{abs(ahead):.3f} s" in found.value
 
 
-def test_nodes_of_one_name_are_two():
-    """Regression: they were one node, on which two ranks shared the GPUs."""
-    launch = Launch(Rank(0, 2, 0, 1, "localhost", "srun", "test"), 60)
-    for rank, boot in enumerate(("a", "b")):
-        launch.place(rank, "localhost", boot).facts = rank_facts(nvlink_box())
-    made = launch.report()
-    assert [node.name for node, _ in made.nodes] == ["localhost", "localhost #2"]
-    assert only(made, "ranks").value == "2: 1 on localhost, 1 on localhost #2"
-
-
 # The report
 
 
@@ -698,7 +688,7 @@ def test_what_nvml_tells(nvml, monkeypatch):
 
 def test_each_gpu_takes_part_once_in_an_all_reduce_over_nccl():
     def names(*ranks: Facts, **more: Any) -> list[tuple[int, str]]:
-        return [(one.rank, one.name) for one in proofs.members(launched(*ranks, **more).nodes())]
+        return [*proofs.members(launched(*ranks, **more).nodes()).values()]
 
     both = facts_of([a_gpu(0), a_gpu(1)])
     assert names(both) == [(0, "GPU 0 of node1"), (0, "GPU 1 of node1")]
