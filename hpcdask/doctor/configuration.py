@@ -13,13 +13,11 @@ from typing import Any
 import dask.config
 
 from hpcdask.errors import UsageError
-from hpcdask.jobs.folder import base_path, check_owned
 from hpcdask.queues.environment import job_id
 from hpcdask.queues.registry import systems
 from hpcdask.security.credentials import check_configuration
-from hpcdask.upstream.configuration import source_of, sources, unreadable
+from hpcdask.upstream.configuration import sources, unreadable
 
-from .host import FolderFacts
 from .report import Finding
 
 finding = partial(Finding, "configuration")
@@ -29,9 +27,6 @@ SECTIONS = {
     "jobqueue": "jobqueue: {slurm: {queue: gpu}}",
 }
 OWN_KEYS = ("port-range", "shared-directory")
-#: Keys that name folders: of the user's own, one of the nodes, and one that must exist.
-OWNED = ("shared-temp-directory", "log-directory")
-OF_NODES, SHARED = "local-directory", "shared-directory"
 #: Characters of a value that are shown; similarity of a misspelt name.
 SHOWN, ALIKE = 100, 0.75
 #: Keywords that a site may leave to its users.
@@ -39,12 +34,14 @@ OF_USERS = {"cores": 1, "memory": "1GiB"}
 
 
 def examine() -> tuple[Finding, ...]:
-    """Return findings on this node's configuration, made here: its files are only here."""
+    """Return findings on this node's configuration, made here: its files are only here.
+
+    They are the settings of all sources, weakest first, and those that cannot be used.
+    """
     return tuple(_findings())
 
 
 def _findings() -> Iterator[Finding]:
-    """Yield the settings of all sources, weakest first, and those that cannot be used."""
     try:
         check_configuration()
     except UsageError as error:
@@ -70,9 +67,7 @@ def _findings() -> Iterator[Finding]:
             files.setdefault(section, []).append(source)
             yield from _check_names(section, content, source)
     for section, there in files.items():
-        obstacles = [one for key in (*OWNED, OF_NODES, SHARED) for one in _folder(section, key)]
-        yield from obstacles
-        if not obstacles and (refusal := _refusal(section)):
+        if refusal := _refusal(section):
             yield finding(section, "warning", refusal, f"Correct it in {', '.join(there)}")
 
 
@@ -111,30 +106,6 @@ def _check_names(section: str, content: Mapping[str, Any], source: str) -> Itera
     for key in filter(lambda one: one not in known, settings):
         value = f"{key}: no such key, so without effect ({source})"
         yield finding(section, "warning", value, _meant(key, known))
-
-
-def _folder(section: str, key: str) -> Iterator[Finding]:
-    """Yield a finding on a key whose folder can neither be used nor made."""
-    if not (value := dask.config.get(f"{section}.{key}", None)):
-        return
-    try:
-        existing = path = base_path(str(value))
-        while not existing.exists() and key != SHARED:
-            existing = existing.parent
-        if not FolderFacts.read(str(existing)).writable:
-            problem = "cannot be written" if existing.exists() else "is missing"
-            raise UsageError(f"{existing} {problem}")
-        if key in OWNED and existing == path:
-            check_owned(path)
-    except (OSError, UsageError) as error:
-        what, _, mend = str(error).partition(": ")
-        what = f"{key}: {what} ({source_of(f'{section}.{key}')})"
-        if key == OF_NODES and job_id() is None:
-            advice = "It is a folder of the nodes: see srun hpcdask doctor there"
-            yield finding(section, "note", what, advice)
-        else:
-            advice = f"To fix it: {mend or 'name a folder in which you may write'}"
-            yield finding(section, "warning", what, advice)
 
 
 def _refusal(section: str) -> str:

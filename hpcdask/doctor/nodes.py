@@ -77,7 +77,7 @@ ADVICE = {
     "gpus": "See whether nvidia-smi works on this node, and leave the node out if it does not",
     "fabric": "See whether nvidia-smi nvlink -s and ip addr work on this node",
     "queue": "The queueing system's commands hang on this node: see srun --version",
-    "configuration": "A folder or command that Dask's configuration names hangs: see its files",
+    "configuration": "A file of Dask's configuration hangs: see dask config list",
     "name": "The name service hangs: see getent hosts $(hostname)",
     "scratch": "See that its file system answers, or name another with --local-directory",
 }

@@ -100,29 +100,6 @@ def test_every_key_of_its_own_is_known():
     assert set(found) == set(configuration.OWN_KEYS)
 
 
-def test_folders_that_are_missing_or_not_ones_own(site, tmp_path):
-    (tmp_path / "file").touch()
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o1777)
-    found = bad(
-        site(
-            f"hpcdask: {{shared-directory: {tmp_path}/missing}}\n"
-            f"jobqueue:\n  slurm: {{shared-temp-directory: {tmp_path}/open,"
-            f" log-directory: {tmp_path}/file/logs, local-directory: {tmp_path}/new}}\n"
-            f"  pbs: {{shared-temp-directory: {tmp_path}/open/$WHO, local-directory: $NOT_SET}}\n",
-            job="7",
-            WHO="alice",
-        )
-    )
-    said = "\n".join(words for _, _, words in found)
-    assert [status for _, status, _ in found] == ["warning"] * 4
-    assert f"shared-directory: {tmp_path}/missing is missing" in said
-    assert f"shared-temp-directory: others may write in {tmp_path}/open (" in said
-    assert f"To fix it: name one of yours, such as {tmp_path}/open/$USER" in said
-    assert f"log-directory: {tmp_path}/file cannot be written" in said
-    assert "local-directory: $NOT_SET is not set" in said
-
-
 @pytest.mark.parametrize(
     ("keys", "job", "unknown"),
     [
