@@ -11,6 +11,8 @@ import time
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import click
+
 from hpcdask.bootstrap import ranks
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.stream import MessageStream
@@ -170,7 +172,10 @@ async def _follow(rank: Rank, gathering: Gathering, timeout: float) -> int:
 def show(launch: Launch, as_json: bool) -> int:
     """Print the report, as far as that can be written, and return the exit code."""
     made = launch.report()
-    if sys.stdout is not None:  # closed
-        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe
-            print(report.to_json(made) if as_json else report.to_text(made), flush=True)
+    text = report.to_json(made) if as_json else report.to_text(made)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
+    with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe
+        # Open MPI gives rank 0 a terminal, whatever mpirun writes to
+        click.echo(text, color=None if made.ranks == 1 else False)
     return made.exit_code

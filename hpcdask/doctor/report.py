@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import click
 
 from hpcdask.logs import numbered, plural, some
 from hpcdask.spec.records import Record
@@ -26,11 +24,11 @@ T = TypeVar("T")
 #: not always; ``error``: it does not work.
 Status = Literal["ok", "note", "warning", "error"]
 EXIT_CODES: dict[Status, int] = {"ok": 0, "note": 0, "warning": 1, "error": 2}
-STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 #: Beginning of the value of a warning of lost speed.
 SLOW = "slow: "
-#: Columns where neither a terminal nor the variable COLUMNS tells.
-PLAIN_WIDTH = 160
+#: Columns where neither a terminal nor the variable COLUMNS tells; fewest for the values.
+PLAIN_WIDTH, LEAST_WIDTH = 160, 20
 #: More nodes or topics than these are counted, not named.
 NAMED = 4
 
@@ -112,43 +110,23 @@ def to_json(report: Report) -> str:
 
 
 def to_text(report: Report) -> str:
-    """Return the report as text for standard output: in colour for a terminal, else without."""
-    console = Console(
-        # Open MPI gives rank 0 a terminal, whatever mpirun writes to
-        force_terminal=sys.stdout.isatty() and report.ranks == 1,
-        width=shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
-    with console.capture() as text:
-        hosts = some((node.name for node, _ in report.nodes), NAMED)
-        console.print(f"hpcdask doctor: {hosts}, {plural(report.ranks, 'rank')}")
-        console.print(_finding_table(report))
-        worst = ("ok", "warning", "error")[report.exit_code]
-        console.print(f"\n{report.verdict}", style=STYLES[worst])
-    plain = "\n".join(map(str.rstrip, text.get().splitlines()))
-    encoding = sys.stdout.encoding or "utf-8"
-    return plain.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def _finding_table(report: Report) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(width=7)
-    table.add_column(max_width=27, overflow="fold")
-    table.add_column(overflow="fold")
+    """Return the report as text for people, as wide as the terminal, in its colours."""
     places = {**_places(report.nodes), **dict.fromkeys(report.between_nodes, "")}
+    topics = max((len(finding.topic) for finding in places), default=0)
+    indent = " " * (topics + 11)
+    width = max(shutil.get_terminal_size((PLAIN_WIDTH, 0)).columns, len(indent) + LEAST_WIDTH)
+    wrapper = textwrap.TextWrapper(width, indent, indent, break_on_hyphens=False)
+    hosts = some((node.name for node, _ in report.nodes), NAMED)
+    lines = [f"hpcdask doctor: {hosts}, {plural(report.ranks, 'rank')}"]
     for group, found in together((one.group, one) for one in places).items():
-        table.add_row()
-        table.add_row("", Text(group, style="bold"))
-        for finding in chain.from_iterable(together((one.topic, one) for one in found).values()):
-            status, value = finding.status, Text(finding.value)
-            if place := places[finding]:
-                value.append(f" [{place}]", style="cyan")
-            if finding.advice:
-                value.append(f"\n-> {finding.advice}", style="dim" if status == "ok" else "")
-            table.add_row(Text(status, style=STYLES[status]), f"  {finding.topic}", value)
-    return table
+        lines += ["", f"        {click.style(group, bold=True)}"]
+        for one in chain.from_iterable(together((one.topic, one) for one in found).values()):
+            value = f"{one.value} [{places[one]}]" if places[one] else one.value
+            status = click.style(f"{one.status:9}", fg=COLOURS[one.status])
+            lines.append(f"{status} {one.topic:{topics}} {wrapper.fill(value).lstrip()}")
+            lines += [wrapper.fill(f"-> {one.advice}")] if one.advice else []
+    worst: Status = ("ok", "warning", "error")[report.exit_code]
+    return "\n".join([*lines, "", click.style(report.verdict, fg=COLOURS[worst])])
 
 
 def _places(nodes: Sequence[tuple[Node, Sequence[Finding]]]) -> dict[Finding, str]:
