@@ -46,11 +46,7 @@ SLOW_SETTINGS = {
     "distributed-ucxx.nvlink": LEFT_OUT,
     "distributed-ucxx.infiniband": LEFT_OUT,
     "distributed-ucxx.cuda-copy": LEFT_OUT,
-    "distributed.comm.compression": (
-        "(?!None|False|auto).",
-        "each message is compressed",
-        "Remove it from Dask's configuration, or set it to false",
-    ),
+    "distributed.comm.compression": ("(?!None|False|auto).", "data is compressed", "Unset it"),
 }
 #: Open files of a process that talks to nobody, and more for each worker: two connections to each
 #: (data and control), as many from it, and spilled chunks.

@@ -68,8 +68,8 @@ def _ucx(known: Fabric, *, has_gpus: bool) -> Iterator[Finding]:
     elif ucx.problem:
         yield finding("UCX", "ok", "not used", ucx.problem if has_gpus else "")
     else:
-        built_in = ", ".join(("tcp", "shared memory", *ucx.transports))
         where = "the system's" if ucx.source == "system" else "its package's"
+        built_in = ", ".join(("tcp", "shared memory", *ucx.transports))
         yield finding("UCX", "ok", f"{ucx.ucx} ({where}) with {built_in}")
         if has_gpus and "cuda" not in ucx.transports:
             value = f"{SLOW}this UCX has no CUDA transport, so GPU memory and NVLink are not used"
@@ -112,16 +112,10 @@ def _tls(transports: str, known: Fabric, node: Node) -> Iterator[Finding]:
 
 
 def _devices(devices: str, known: Fabric) -> Iterator[Finding]:
-    """Yield a finding on ``UCX_NET_DEVICES`` without a device of this node, or its InfiniBand."""
-    if not devices or re.search("all|[*?^~]", devices):  # UCX takes patterns, too
-        return
-    ports = {name for port in known.infiniband for name in (port.name, port.name.split(":")[0])}
-    there = sorted({*ports, *(one.name for one in known.interfaces)})
-    if wrong := sorted({*devices.split(",")}.difference(there, ("lo", ""))):
-        value = f"{devices}: this node has no {', '.join(wrong)}"
-        advice = f"Unset it, or choose of {', '.join(there) or 'none'}, which are there"
-        yield of_settings(DEVICES, "error", value, advice)
-    elif _usable(known) and ports.isdisjoint(devices.split(",")):
+    """Yield a finding on ``UCX_NET_DEVICES`` that leaves out InfiniBand."""
+    named = any(port.name.partition(":")[0] in devices for port in known.infiniband)
+    patterns = re.search("all|[*?^~]", devices)
+    if devices and _usable(known) and not named and not patterns:
         value = f"{SLOW}with {devices}, InfiniBand is not used"
         advice = f"Unset it, or name a port: {', '.join(_usable(known))}"
         yield of_settings(DEVICES, "warning", value, advice)

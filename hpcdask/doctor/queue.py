@@ -71,14 +71,11 @@ def check(known: QueueFacts, node: Node) -> Iterator[Finding]:
         gpus = " ".join(f"{name}={value}" for name, value in sorted(known.gpus.items()))
         value = f"{known.system} {known.job.partition('.r')[0]}"
         yield finding("job", "ok", f"{value}, {gpus or 'no GPUs by its variables'}")
-    advice = "See whether SLURM works on this node: srun --version"
+    advice = "SLURM may not work on this node, or not be needed: see srun --version"
     if known.srun.startswith("slurm"):
         yield finding("srun", "ok", known.srun)
-    elif known.srun and known.job:
-        yield finding("srun", "warning", known.srun, advice)
     elif known.srun:
-        value = f"does not work here, and may not be needed: {known.srun}"
-        yield finding("srun", "note", value, advice)
+        yield finding("srun", "warning" if known.job else "note", known.srun, advice)
     if known.controller and " is UP" not in known.controller:
         value = f"its controller does not answer, so nothing can be submitted: {known.controller}"
         advice = "See scontrol ping, and munge -n | unmunge; tell the site's staff"

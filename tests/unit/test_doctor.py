@@ -298,13 +298,12 @@ FAULTS: dict[Callable[[], Facts], list[tuple[Change, str, str, str, str]]] = {
         (env(UCX_TLS="tcp"), "UCX_TLS", "warning", "slow: ", "NVLink is not used"),
         (env(UCX_TLS="tcp,cuda_copy"), "UCX_TLS", "warning", "slow: ", "Unset UCX_TLS"),
         (env(UCX_TLS="^cuda_ipc"), "UCX_TLS", "warning", "slow: ", "NVLink is not used"),
-        (env(UCX_NET_DEVICES="ib7"), "UCX_NET_DEVICES", "error", "no ib7", "eth0"),
         (env(CUDA_LAUNCH_BLOCKING="1"), "CUDA_LAUNCH_BLOCKING", "warning", "slow", "unset"),
         (env(UCX_LOG_LEVEL="DEBUG"), "UCX_LOG_LEVEL", "warning", "slow: ", "Unset it"),
         (group("process", config={"distributed-ucxx.nvlink": False}), "distributed-ucxx.nvlink",
          "warning", "slow: ", "--disable-nvlink"),
         (group("process", config={"distributed.comm.compression": "lz4"}),
-         "distributed.comm.compression", "warning", "slow: with lz4", "set it to false"),
+         "distributed.comm.compression", "warning", "slow: with lz4", "Unset it"),
     ],
     infiniband_node: [
         (group("process", locked_memory=[8 << 20, INFINITE]), "locked memory", "error", "8.00",
@@ -653,7 +652,6 @@ def test_a_slurm_that_does_not_answer(job, monkeypatch, inside, script, value):
     found = only(job(IN_JOB if inside else {}, nvlink_box(), srun=f"{script}\nexit 1"), "srun")
     assert found.status == ("warning" if inside else "note")
     assert value in found.value
-    assert ("does not work here" in found.value) is not inside
 
 
 def test_processes_on_a_gpu_are_named_but_not_the_doctor_s_own(nvml, monkeypatch):
