@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import multiprocessing
+import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import click
@@ -17,10 +21,10 @@ from hpcdask.bootstrap import ranks
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.comm import fabric
-from hpcdask.errors import HpcdaskError
+from hpcdask.errors import HpcdaskError, root_cause
 from hpcdask.gpu.driver import answer_deadline_s
 from hpcdask.logs import complain
-from hpcdask.process import leave
+from hpcdask.process import FILES, detach_standard_streams, leave
 from hpcdask.runner import mpi
 from hpcdask.runner.link import Listener, Rendezvous, find_leader
 from hpcdask.security.credentials import create_credentials
@@ -28,11 +32,12 @@ from hpcdask.security.ports import use
 from hpcdask.spec.parsing import configured_port_range, parse_port_range
 
 from . import nodes, proofs, report
-from .collect import Gathering
 from .launch import Arrival, Launch
 from .nodes import RankFacts
 from .proofs import Outcome
 
+#: A fork, so that nothing is imported again: this process has one thread.
+CONTEXT = multiprocessing.get_context("fork")
 #: Seconds beyond a deadline of another rank; those in which ranks leave after the report.
 SPARE_S, LEAVE_DEADLINE_S = 10.0, 5.0
 
@@ -74,6 +79,53 @@ def run(
         complain(error)
         code = 0  # mpirun would kill rank 0 before it has reported
     leave(code)  # Python's own end would wait for what hangs
+
+
+class Gathering:
+    """Groups of facts that are being gathered, each in a process that is given up in time.
+
+    A driver or a network file system that hangs cannot be interrupted, not even by SIGKILL, but its
+    process can be left behind.
+    """
+
+    def __init__(self, readers: Mapping[str, Callable[[], Any]], deadline_s: float) -> None:
+        self._deadline_s, self._until = deadline_s, time.monotonic() + deadline_s
+        self._running = {}
+        for name, reader in readers.items():
+            ours, theirs = CONTEXT.Pipe(duplex=False)
+            process = CONTEXT.Process(target=_answer, args=(reader, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._running[name] = process, ours
+
+    def results(self) -> dict[str, Any]:
+        """Return the facts by group, with ``problems`` that say why some are missing."""
+        problems: dict[str, str] = {}
+        found: dict[str, Any] = {"problems": problems}
+        for name, (process, pipe) in self._running.items():
+            problem = f"did not answer within {self._deadline_s:g} s"
+            try:
+                if pipe.poll(max(0.0, self._until - time.monotonic())):
+                    found[name], problem = pipe.recv()
+            except (EOFError, OSError):
+                problem = "its process has died"
+            if problem:
+                problems[name] = problem
+            process.kill()
+        return found
+
+
+def _answer(reader: Callable[[], Any], pipe: Connection) -> None:
+    # a launcher waits for the end of the descriptors that it gave the rank
+    detach_standard_streams()
+    os.closerange(3, pipe.fileno())
+    os.closerange(pipe.fileno() + 1, FILES)
+    try:
+        pipe.send((reader(), ""))
+    except HpcdaskError as error:
+        pipe.send((None, str(error)))
+    except Exception as error:
+        pipe.send((None, root_cause(error)))
 
 
 async def _gather(gathering: Gathering, *, proves: bool) -> RankFacts:

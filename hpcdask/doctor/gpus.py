@@ -20,7 +20,7 @@ from hpcdask.gpu.samples import REASONS
 from hpcdask.logs import some, spans
 from hpcdask.spec.records import Record
 
-from .report import SLOW, Finding, Status, together
+from .report import SLOW, Finding, together
 
 if TYPE_CHECKING:
     from .nodes import Node
@@ -56,7 +56,6 @@ class GpuFacts(Gpu):
     ecc_uncorrected: int | None = None
     retirement_pending: bool = False
     remap_failed: bool = False
-    persistence: int | None = None
     capability: tuple[int, int] | None = None
     processes: tuple[str, ...] = ()
 
@@ -82,7 +81,6 @@ class GpuFacts(Gpu):
             ecc_uncorrected=ask("nvmlDeviceGetTotalEccErrors", 1, 0),  # since the driver's start
             retirement_pending=bool(ask("nvmlDeviceGetRetiredPagesPendingStatus") or remapped[2]),
             remap_failed=bool(remapped[3]),
-            persistence=ask("nvmlDeviceGetPersistenceMode"),
             capability=capability and tuple(capability),
             processes=tuple(_processes(device)),
         )
@@ -181,12 +179,8 @@ def _flaws(gpu: GpuFacts, node: Node) -> Iterator[Finding]:
         value = f"{SLOW}x{gpu.pcie_width} of x{gpu.pcie_max_width} lanes in use"
         yield finding("PCIe", "warning", value, OTHER_NODE)
     if mode := MODES.get(gpu.compute_mode or 0):
-        status: Status = "error" if mode == "prohibited" else "warning"
         advice = "It is not for several processes: nvidia-smi -c 0, or srun --gpu_cmode=shared"
-        yield finding("compute mode", status, mode, advice)
-    if gpu.persistence == 0:
-        hint = "The first use of an idle GPU takes some seconds more"
-        yield finding("persistence mode", "ok", "off", hint)
+        yield finding("compute mode", "error" if mode == "prohibited" else "warning", mode, advice)
     unusual = (gpu.clock_limits or 0) & ~USUAL
     if causes := [text for bit, text in REASONS.items() if unusual & bit]:
         value = f"{SLOW}slowed down by the driver: {', '.join(causes)}"

@@ -144,13 +144,12 @@ class PortFacts(Record):
 
 def check_range(known: PortFacts, node: Node) -> Iterator[Finding]:
     """Yield a finding on whether the ports are enough for the workers of this node."""
-    topic, value = "port range", f"{known.range}: {known.free} of {known.size} ports are free"
-    needed = node.workers * ports.PER_WORKER + ports.PER_SCHEDULER
-    if known.free < needed:
-        advice = f"{plural(node.workers, 'worker')} and the scheduler need {needed}. {ports.NEEDS}"
-        yield finding(topic, "error", value, f"{advice}: give a wider range")
-        return
-    left = known.free - ports.PER_SCHEDULER
-    count, with_ucx = left // ports.PER_WORKER, left // ports.PER_UCX_WORKER
-    enough = f"the scheduler and {plural(count, 'worker')}, with ucx {with_ucx}"
-    yield finding(topic, "ok", value, f"Enough on this node for {enough}")
+    left = max(0, known.free - ports.PER_SCHEDULER)
+    workers, with_ucx = left // ports.PER_WORKER, left // ports.PER_UCX_WORKER
+    value = f"{known.range}: {known.free} of {known.size} ports are free, enough for the scheduler "
+    value += f"and {plural(workers, 'worker')}, with ucx {with_ucx}"
+    if workers >= node.workers:
+        yield finding("port range", "ok", value)
+    else:
+        advice = f"This node has {plural(node.workers, 'worker')}: give a wider range"
+        yield finding("port range", "error", value, advice)

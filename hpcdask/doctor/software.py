@@ -121,9 +121,6 @@ def check(known: SoftwareFacts, node: Node) -> Iterator[Finding]:
     yield _dask(packages)
     if gpus and gpus.driver:
         yield from _cuda(packages, node)
-    elif names := [name for name in packages if CUDA.sub("", name) in FAMILIES]:
-        value = ", ".join(f"{name} {packages[name]}" for name in names)
-        yield finding("CUDA packages", "ok", value)
 
 
 def _dask(packages: Mapping[str, str]) -> Finding:

@@ -23,7 +23,6 @@ from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric, Interface, Port
 from hpcdask.comm.ucx_config import UcxInstall
 from hpcdask.doctor import command, gpus, host, proofs, queue, report
-from hpcdask.doctor.collect import Gathering
 from hpcdask.doctor.gpus import GpusFacts
 from hpcdask.doctor.launch import Arrival, Launch
 from hpcdask.doctor.nodes import RankFacts
@@ -259,7 +258,6 @@ FAULTS: dict[Callable[[], Facts], list[tuple[Change, str, str, str, str]]] = {
         (every_gpu(clock_limits=0x80), "clocks", "warning", "slow: ", "power brake ->"),
         (gpu(nvlinks=17), "NVLink links", "warning", "slow: 17 of 18 links up", "(GPU 3)"),
         (gpu(free=10 * GIB), "free memory", "warning", "10.00 GiB of 140", "(GPU 3)"),
-        (gpu(persistence=0), "persistence mode", "ok", "off (GPU 3)", "some seconds more"),
         (gpu(processes=PROCESSES), "other processes", "warning", "; ".join(PROCESSES), "kill PID"),
         (group("process", cores=[0, 1, 2, 3]), "NUMA", "warning", "slow: ", "(GPU 4-7)"),
         (group("fabric", nvlink=[["GPU-0", "GPU-1"]]), "NVLink", "ok", "1 of 28 pairs", "topo -m"),
@@ -536,7 +534,7 @@ def test_a_group_that_hangs_or_fails_does_not_keep_the_others():
         raise OSError("no such thing\nhere")
 
     deadline = stretched(1)
-    gathering = Gathering(
+    gathering = command.Gathering(
         {
             "good": lambda: "a",
             "large": lambda: "x" * 300_000,
