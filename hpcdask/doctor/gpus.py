@@ -20,12 +20,13 @@ from hpcdask.gpu.samples import REASONS
 from hpcdask.logs import some, spans
 from hpcdask.spec.records import Record
 
-from .report import SLOW, Finding, together
+from . import report
+from .report import Finding, together
 
 if TYPE_CHECKING:
     from .nodes import Node
 
-finding = partial(Finding, "GPUs")
+finding, slow = partial(Finding, "GPUs"), partial(report.slow, "GPUs")
 #: Part of the command lines of the doctor's own processes on a GPU.
 OWN = "hpcdask.doctor"
 #: Compute modes of GPUs that are not for several processes, by NVML's numbers.
@@ -176,19 +177,16 @@ def _flaws(gpu: GpuFacts, node: Node) -> Iterator[Finding]:
         value = f"{gpu.ecc_uncorrected} uncorrected since the driver started"
         yield finding("memory errors", "warning", value, LEAVE_OUT)
     if (gpu.pcie_width or math.inf) < (gpu.pcie_max_width or 0):
-        value = f"{SLOW}x{gpu.pcie_width} of x{gpu.pcie_max_width} lanes in use"
-        yield finding("PCIe", "warning", value, OTHER_NODE)
+        lanes = f"x{gpu.pcie_width} of x{gpu.pcie_max_width} lanes in use"
+        yield slow("PCIe", lanes, OTHER_NODE)
     if mode := MODES.get(gpu.compute_mode or 0):
         advice = "It is not for several processes: nvidia-smi -c 0, or srun --gpu_cmode=shared"
         yield finding("compute mode", "error" if mode == "prohibited" else "warning", mode, advice)
-    unusual = (gpu.clock_limits or 0) & ~USUAL
-    if causes := [text for bit, text in REASONS.items() if unusual & bit]:
-        value = f"{SLOW}slowed down by the driver: {', '.join(causes)}"
-        yield finding("clocks", "warning", value, OTHER_NODE)
+    if causes := [text for bit, text in REASONS.items() if (gpu.clock_limits or 0) & bit & ~USUAL]:
+        yield slow("clocks", f"slowed down by the driver: {', '.join(causes)}", OTHER_NODE)
     most = max(other.nvlinks for other in node.gpus if other.name == gpu.name)
     if 0 < gpu.nvlinks < most and not gpu.sliced:
-        value = f"{SLOW}{gpu.nvlinks} of {most} links up"
-        yield finding("NVLink links", "warning", value, LEAVE_OUT)
+        yield slow("NVLink links", f"{gpu.nvlinks} of {most} links up", LEAVE_OUT)
     if gpu.free < LEAST_FREE * gpu.memory:
         value = f"{format_bytes(gpu.free)} of {format_bytes(gpu.memory)}"
         advice = "RMM's pool may not fit: end what is left over, or request the GPU for yourself"
@@ -197,10 +195,9 @@ def _flaws(gpu: GpuFacts, node: Node) -> Iterator[Finding]:
         advice = "They share its memory and time. If they are left from a run of yours: kill PID"
         yield finding("other processes", "warning", some(gpu.processes, 8, "; "), advice)
     if gpu.cores and not node.cores.intersection(gpu.cores):
-        value = f"{SLOW}none of the {len(node.cores)} cores that may be used ({spans(node.cores)}) "
-        value += f"is near (near: {spans(gpu.cores)})"
+        value = f"none of the usable cores ({spans(node.cores)}) is near (near: {spans(gpu.cores)})"
         advice = "Request cores near the GPUs (srun --gpu-bind=closest), or all cores of the node"
-        yield finding("NUMA", "warning", value, advice)
+        yield slow("NUMA", value, advice)
 
 
 def _confined(node: Node) -> Iterator[Finding]:
@@ -208,9 +205,9 @@ def _confined(node: Node) -> Iterator[Finding]:
     fabrics = node.fabrics.values()
     hidden = max((one.hidden_gpus for one in fabrics), default=0)
     if confined([NodeLinks("", node.gpus, fabric) for fabric in fabrics]):
-        value = f"{SLOW}a cgroup keeps the ranks from each other's GPUs: NVLink is not used"
+        value = "a cgroup keeps the ranks from each other's GPUs: NVLink is not used"
         advice = "Let jobs have whole nodes, or start the ranks with --gpu-bind=none"
-        yield finding("confined", "warning", value, advice)
+        yield slow("confined", value, advice)
     elif hidden:
         hint = "NVLink is not used between such jobs (no CUDA IPC): let each have a whole node"
         yield finding("confined", "ok", f"{hidden} of this node's GPUs belong to other jobs", hint)

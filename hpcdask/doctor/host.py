@@ -20,7 +20,7 @@ from hpcdask.logs import plural, spans
 from hpcdask.node.scratch import KEY, base_folder, configured_source
 from hpcdask.spec.records import Record
 
-from .report import SLOW, Finding, Status
+from .report import Finding, Status, slow
 
 if TYPE_CHECKING:
     from .nodes import Node
@@ -148,7 +148,7 @@ def check_scratch(known: FolderFacts, node: Node) -> Iterator[Finding]:
     if not known.writable:
         yield finding("scratch", "error", f"{where} cannot be written", advice)
     elif known.type in NETWORK_FILE_SYSTEMS or NETWORK_FUSE.match(known.type):
-        yield finding("scratch", "warning", f"{SLOW}on the network: {value}", advice)
+        yield slow("node", "scratch", f"on the network: {value}", advice)
     elif known.type in ("tmpfs", "ramfs"):
         advice = f"Spilled data stays in memory. {advice}"
         yield finding("scratch", "warning", f"in memory: {value}", advice)

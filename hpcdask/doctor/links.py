@@ -17,12 +17,12 @@ from hpcdask.security import ports
 from hpcdask.spec.records import Record
 
 from .host import SLOW_SETTINGS, ProcessFacts
-from .report import SLOW, Finding
+from .report import Finding, slow
 
 if TYPE_CHECKING:
     from .nodes import Node
 
-finding, of_settings = partial(Finding, "network"), partial(Finding, "settings")
+finding = partial(Finding, "network")
 TLS, DEVICES = "UCX_TLS", "UCX_NET_DEVICES"
 
 
@@ -72,28 +72,28 @@ def _ucx(known: Fabric, *, has_gpus: bool) -> Iterator[Finding]:
         built_in = ", ".join(("tcp", "shared memory", *ucx.transports))
         yield finding("UCX", "ok", f"{ucx.ucx} ({where}) with {built_in}")
         if has_gpus and "cuda" not in ucx.transports:
-            value = f"{SLOW}this UCX has no CUDA transport, so GPU memory and NVLink are not used"
+            value = "this UCX has no CUDA transport, so GPU memory and NVLink are not used"
             advice = f"Use that of the package: unset {PREFER_SYSTEM}"
-            yield finding("UCX and NVLink", "warning", value, advice)
+            yield slow("network", "UCX and NVLink", value, advice)
         if "ib" not in ucx.transports and usable:
-            value = f"{SLOW}this UCX has no InfiniBand transport, and goes over tcp between nodes"
+            value = "this UCX has no InfiniBand transport, and goes over tcp between nodes"
             advice = f"UCX from PyPI has none: {USE_SYSTEM}"
-            yield finding("UCX and InfiniBand", "warning", value, advice)
+            yield slow("network", "UCX and InfiniBand", value, advice)
 
 
 def check_settings(process: ProcessFacts, node: Node) -> Iterator[Finding]:
     """Yield findings on the user's settings, in one rank, that slow things down."""
     settings = {**process.env, **process.config}
-    for name, (slow, lost, advice) in SLOW_SETTINGS.items():
+    for name, (pattern, lost, advice) in SLOW_SETTINGS.items():
         value = str(settings.get(name, ""))
-        if re.match(slow, value, re.IGNORECASE):
-            yield of_settings(name, "warning", f"{SLOW}with {value}, {lost}", advice)
+        if re.match(pattern, value, re.IGNORECASE):
+            yield slow("settings", name, f"with {value}, {lost}", advice)
     if known := node.facts.fabric:
         yield from _tls(process.env.get(TLS, ""), known, node)
         yield from _devices(process.env.get(DEVICES, ""), known)
     if process.env:
         values = " ".join(f"{name}={value}" for name, value in sorted(process.env.items()))
-        yield of_settings("variables", "ok", values)
+        yield Finding("settings", "variables", "ok", values)
 
 
 def _tls(transports: str, known: Fabric, node: Node) -> Iterator[Finding]:
@@ -106,9 +106,8 @@ def _tls(transports: str, known: Fabric, node: Node) -> Iterator[Finding]:
     }
     lost = [text for text, (part, there) in wanted.items() if there and not ucx.permits(part)]
     if lost:
-        value = f"{SLOW}with {transports}, {', '.join(lost)}"
         advice = "Unset UCX_TLS and let UCX choose, or add what is missing"
-        yield of_settings(TLS, "warning", value, advice)
+        yield slow("settings", TLS, f"with {transports}, {', '.join(lost)}", advice)
 
 
 def _devices(devices: str, known: Fabric) -> Iterator[Finding]:
@@ -116,9 +115,8 @@ def _devices(devices: str, known: Fabric) -> Iterator[Finding]:
     named = any(port.name.partition(":")[0] in devices for port in known.infiniband)
     patterns = re.search("all|[*?^~]", devices)
     if devices and _usable(known) and not named and not patterns:
-        value = f"{SLOW}with {devices}, InfiniBand is not used"
         advice = f"Unset it, or name a port: {', '.join(_usable(known))}"
-        yield of_settings(DEVICES, "warning", value, advice)
+        yield slow("settings", DEVICES, f"with {devices}, InfiniBand is not used", advice)
 
 
 @dataclasses.dataclass(frozen=True)

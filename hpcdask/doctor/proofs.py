@@ -28,7 +28,7 @@ from hpcdask.gpu.driver import read
 from hpcdask.logs import plural, some
 from hpcdask.spec.records import Record
 
-from .report import SLOW, Finding, together
+from .report import Finding, slow, together
 from .software import fitting_extra
 
 if TYPE_CHECKING:
@@ -272,9 +272,9 @@ def check_stack(known: Outcome, node: Node) -> Iterator[Finding]:
     for step in known.steps:
         name = step["step"]
         if name == "ucxx" and "cuda" not in step.get("text", "cuda"):
-            value = f"{SLOW}{step['text']}, not its CUDA module, so NVLink is not used"
+            value = f"{step['text']}, not its CUDA module, so NVLink is not used"
             see = "See what UCX says: UCX_LOG_LEVEL=debug python -m hpcdask.doctor.proofs"
-            yield of_stack("ucxx works", "warning", value, see)
+            yield slow("stack", "ucxx works", value, see)
         elif "text" in step:
             yield of_stack(f"{name} works", "ok", f"{step['text']} ({step['seconds']:.1f} s)")
         elif "error" in step:

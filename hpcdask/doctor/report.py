@@ -50,6 +50,11 @@ class Finding(Record):
     ranks: tuple[int, ...] = ()
 
 
+def slow(group: str, topic: str, value: str, advice: str) -> Finding:
+    """Return a warning of lost speed."""
+    return Finding(group, topic, "warning", f"{SLOW}{value}", advice)
+
+
 def together(found: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
     """Return each finding, or other thing, once, with all that it was found of."""
     merged: dict[K, list[T]] = {}

@@ -115,8 +115,7 @@ def fitting_extra(node: Node) -> str:
 def check(known: SoftwareFacts, node: Node) -> Iterator[Finding]:
     """Yield findings on the versions of one node."""
     packages, gpus = known.packages, node.facts.gpus
-    value = f"{known.python} ({known.executable}), Linux {known.kernel}"
-    yield finding("Python", "ok", value)
+    yield finding("Python", "ok", f"{known.python} ({known.executable}), Linux {known.kernel}")
     yield finding("hpcdask", "ok", packages.get("hpcdask", "in a source folder"))
     yield _dask(packages)
     if gpus and gpus.driver:
@@ -158,9 +157,7 @@ def _cuda(packages: Mapping[str, str], node: Node) -> Iterator[Finding]:
                 yield finding(base, "ok", value)
     of_cuda = sorted(filter(cuda_major, packages))
     if len(set(map(cuda_major, of_cuda))) > 1:
-        advice = (
-            f"Packages of two CUDA versions do not load together. In a new environment: {install}"
-        )
+        advice = f"Two CUDA versions do not load together. In a new environment: {install}"
         yield finding("one CUDA", "error", ", ".join(of_cuda), advice)
 
 
@@ -177,8 +174,7 @@ def check_mpi(known: MpiFacts, node: Node) -> Iterator[Finding]:
         yield finding("mpi4py", "ok" if node.launcher == "none" else "warning", value, advice)
     elif not re.search(wanted, known.linked):
         value += f", started by the mpirun of {wanted.replace('|', ' or ')}"
-        advice = "Over several nodes the ranks would not meet: use the mpirun of the same MPI, or "
-        advice += "choose mpi4py's with MPI4PY_MPIABI and LD_LIBRARY_PATH"
+        advice = "The ranks may not meet: use the mpirun of mpi4py's MPI, or set MPI4PY_MPIABI"
         yield finding("mpi4py", "warning", value, advice)
     else:
         yield finding("mpi4py", "ok", value)
