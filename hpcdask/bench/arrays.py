@@ -10,7 +10,6 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,15 @@ import numpy as np
 from dask.utils import format_bytes
 
 from hpcdask.bench.cluster import Cluster
-from hpcdask.bench.execution import Timed, check_room, compute, measure, run, suitable
+from hpcdask.bench.execution import (
+    Timed,
+    announce,
+    check_room,
+    compute,
+    hold,
+    measure,
+    suitable,
+)
 from hpcdask.bench.measurement import Measurement
 from hpcdask.errors import UsageError
 from hpcdask.logs import say
@@ -74,17 +81,9 @@ def run_array(
     else:
         chunks = da.core.normalize_chunks(array.STOCK_CHUNKS[device], (n, n), dtype="float64")
 
-    def build(_: Any, index: int) -> list[Any]:
-        if form == "tuned":
-            return [array.tuned_sum(chunks[0], n, device=device, seed=index)]
-        return [array.build(operation, n, device, index)]
-
-    return run(
+    draft = announce(
         cluster,
-        build,
-        lambda _, timed: array.check(operation, to_host(timed.results[0]), n),
-        repeats=repeats,
-        chunks=chunks,
+        chunks,
         workload="array",
         form=form,
         variant="" if operation == "sum" else operation,
@@ -92,6 +91,14 @@ def run_array(
         chunk_nbytes=chunk_nbytes,
         work=array.work(operation, n),
     )
+
+    def build(index: int) -> list[Any]:
+        if form == "tuned":
+            return [array.tuned_sum(chunks[0], n, device=device, seed=index)]
+        return [array.build(operation, n, device, index)]
+
+    timed = measure(cluster, build, repeats)
+    return timed.of(draft, array.check(operation, to_host(timed.results[0]), n))
 
 
 def run_svd(
@@ -119,22 +126,9 @@ def run_svd(
     more: dict[str, Any] = {"device": device, "library": library, "packed": packed}
     x, expected = svd.planted(shape, k, chunks=chunks, **more)
     columns = shape[1] if packed else None
-
-    def decompose(x: Any, index: int) -> tuple[Any, Any, Any]:
-        if form == "stock":
-            return plain_svd.approximate(x, k, index, library)
-        how: dict[str, Any] = {"packed_columns": columns, "seed": index, "device": device}
-        return svd.svd_rows(x, k, dtype="float32", **how)
-
-    return run(
+    draft = announce(
         cluster,
-        lambda x, index: decompose(x, index)[1:],
-        # a seed of its own: the scheduler must not meet the same keys in another graph
-        lambda x, timed: _check(cluster, x, decompose(x, repeats + 1), timed, expected, columns),
-        repeats=repeats,
-        x=x,
-        evenly=form == "tuned",
-        chunks=chunks,
+        chunks,
         workload="svd",
         form=form,
         variant="2 bits" * packed,
@@ -144,6 +138,18 @@ def run_svd(
         # A is read once, and multiplied by k columns from the right and from the left
         work={"memory": float(x.nbytes), "matrix_float32": 4.0 * math.prod(shape) * k},
     )
+    x = hold(cluster, x, evenly=form == "tuned")
+
+    def decompose(index: int) -> Sequence[Any]:
+        if form == "stock":
+            return plain_svd.approximate(x, k, index, library)
+        how: dict[str, Any] = {"packed_columns": columns, "seed": index, "device": device}
+        return svd.svd_rows(x, k, dtype="float32", **how)
+
+    timed = measure(cluster, lambda index: decompose(index)[1:], repeats)
+    # a seed of its own: the scheduler must not meet the same keys in another graph
+    checks = _check(cluster, x, decompose(repeats + 1), timed, expected, packed_columns=columns)
+    return timed.of(draft, checks)
 
 
 def run_svd_exact(cluster: Cluster, nbytes: int | None = None, *, repeats: int = 3) -> Measurement:
@@ -159,24 +165,20 @@ def run_svd_exact(cluster: Cluster, nbytes: int | None = None, *, repeats: int =
     library = client_cupy() if cluster.device == "cuda" else np
     x = plain_svd.random_matrix(n_rows, EXACT_COLUMNS, EXACT_ROWS, library)
 
-    def check(x: Any, timed: Timed) -> list[Check]:
-        squares = np.linalg.eigvalsh(to_host(compute(cluster, [x.T @ x])[0]))[::-1]
-        whole = plain_svd.exact(x)
-        return _check(cluster, x, whole, timed, np.sqrt(squares), tolerance=EXACT_TOLERANCE)
-
-    return run(
+    draft = announce(
         cluster,
-        lambda x, _: plain_svd.exact(x)[1:],
-        check,
-        repeats=repeats,
-        x=x,
-        chunks=x.chunks,
+        x.chunks,
         workload="svd",
         form="stock",
         variant="exact",
         dtype="float64",
         work={"memory": float(x.nbytes), "matrix_float64": 2.0 * n_rows * EXACT_COLUMNS**2},
     )
+    x = hold(cluster, x)
+    timed = measure(cluster, lambda _: plain_svd.exact(x)[1:], repeats)
+    squares = np.linalg.eigvalsh(to_host(compute(cluster, [x.T @ x])[0]))[::-1]
+    whole, expected = plain_svd.exact(x), np.sqrt(squares)
+    return timed.of(draft, _check(cluster, x, whole, timed, expected, EXACT_TOLERANCE))
 
 
 def _check(
@@ -185,8 +187,8 @@ def _check(
     whole: Sequence[Any],
     timed: Timed,
     expected: Any,
-    packed_columns: int | None = None,
     tolerance: float = svd.TOLERANCE,
+    packed_columns: int | None = None,
 ) -> list[Check]:
     """Check the s and v that were timed, and a whole decomposition by some rows of u."""
     u, s, v = whole
@@ -220,36 +222,24 @@ def run_zarr(
     with _store(cluster, nbytes or suitable(cluster, "zarr"), path) as (where, written):
         x = open_rows(where, **how)
         k = min(N_POPULATIONS - 1, *x.shape)
+        lazy = list(genotypes.population_structure(where, k, **how))
+        identity = {"workload": "zarr", "form": "tuned", "dtype": str(x.dtype), "k": k}
+        draft = announce(cluster, x.chunks, **identity)
+        timed = measure(cluster, lambda _: lazy, repeats)
         # Sums of rows fit in 32 bits, and take half as long
         total = x.sum(axis=1, dtype="uint32").sum(dtype="uint64")
         total = total.map_blocks(to_host, dtype="uint64")
-        more: dict[str, Any] = {}
-
-        def check(_: Any, timed: Timed) -> list[Check]:
-            load = measure(cluster, lambda _: [total], repeats)
-            load_s, whole_s = statistics.median(load.seconds), statistics.median(timed.seconds)
-            more["phases"] = {"load alone": load_s, "beyond loading": max(0.0, whole_s - load_s)}
-            s, v, variants = timed.results
-            counts = dict(zip(("kept", "missing", "rare"), variants.tolist(), strict=True))
-            more["result"] = {"singular_values": s.tolist(), "variants": counts}
-            checks = [Check("variants", int(variants.sum()), x.shape[0], 0)]
-            if written is not None:
-                checks.append(Check("sum of all genotypes", int(load.results[0]), written, 0))
-                checks.append(Check("variance within populations", within(v), 0.0, LARGEST_WITHIN))
-            return checks
-
-        found = run(
-            cluster,
-            lambda *_: list(genotypes.population_structure(where, k, **how)),
-            check,
-            repeats=repeats,
-            chunks=x.chunks,
-            workload="zarr",
-            form="tuned",
-            dtype=str(x.dtype),
-            k=k,
-        )
-        return replace(found, **more)
+        load = measure(cluster, lambda _: [total], repeats)
+    s, v, variants = timed.results
+    checks = [Check("variants", int(variants.sum()), x.shape[0], 0)]
+    if written is not None:
+        checks.append(Check("sum of all genotypes", int(load.results[0]), written, 0))
+        checks.append(Check("variance within populations", within(v), 0.0, LARGEST_WITHIN))
+    counts = dict(zip(("kept", "missing", "rare"), variants.tolist(), strict=True))
+    load_s, whole_s = statistics.median(load.seconds), statistics.median(timed.seconds)
+    phases = {"load alone": load_s, "beyond loading": max(0.0, whole_s - load_s)}
+    result = {"singular_values": s.tolist(), "variants": counts}
+    return timed.of(draft, checks, phases=phases, result=result)
 
 
 def within(v: Any) -> float:

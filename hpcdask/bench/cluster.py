@@ -169,13 +169,14 @@ def choose_device(found: Mapping[str, Mapping[str, Any]], wanted: str) -> Device
     return "cuda"
 
 
-def wait_until_warm(client: distributed.Client, timeout: float = WARM_TIMEOUT_S) -> None:
+def wait_until_warm(client: distributed.Client) -> None:
     """Wait until all workers have exchanged their first data, where they do so by themselves."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + WARM_TIMEOUT_S
     while cold := [worker for worker, warm in client.run(_is_warm).items() if not warm]:
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"{len(cold)} workers are not warm after {timeout:g} s: see the log of {cold[0]}"
+                f"{len(cold)} workers are not warm after {WARM_TIMEOUT_S:g} s: see the log of "
+                f"{cold[0]}"
             )
         time.sleep(0.05)
 

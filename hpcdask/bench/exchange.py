@@ -10,7 +10,7 @@ buffer before it reads it, as CUDA IPC does, does so in the first transfer, whic
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -219,40 +219,39 @@ def judge(rates: Rates, names: Sequence[str], hosts: Sequence[str]) -> list[str]
     slow below half of their median, a worker if the median of what it sends or receives is, and a
     node if all its workers are.
     """
-    kinds = zip(split(rates, hosts), ("of its node", "of other nodes"), strict=True)
-    found = [one for kind, where in kinds for one in _judge(kind, where, names, hosts)]
-    return [text for *_, text in sorted(found, key=lambda one: one[:2])]
+    found: list[tuple[int, float, str]] = []  # kind of finding, part of what is usual, line
+    inside, between = split(rates, hosts)
+    for pairs, where in (inside, "of its node"), (between, "of other nodes"):
+        sides = {"sends": _slow_members(pairs, 0), "receives": _slow_members(pairs, 1)}
+        sends, receives = sides.values()
+        rest = {
+            pair: rate
+            for pair, rate in pairs.items()
+            if pair[0] not in sends and pair[1] not in receives
+        }
+        usual = _median(rest.values() or pairs.values())
+        slow = {m: min(side[m] for side in sides.values() if m in side) for m in sends | receives}
+        for host in dict.fromkeys(hosts[m] for m in slow):
+            members = [m for m in slow if hosts[m] == host]
+            is_node = len(members) == hosts.count(host) > 1
+            for group in [members] if is_node else [[member] for member in members]:
+                value = _median(slow[m] for m in group)
+                who = f"node {host}" if is_node else f"worker {names[group[0]]} on {host}"
+                verbs = " and ".join(verb for verb, side in sides.items() if side.keys() & group)
+                text = f"{who} {verbs} slowly: {value:.3g} GB/s with workers {where}"
+                found.append((1 - is_node, value / usual, f"{text}, {usual:.3g} is usual"))
+        for (i, j), value in rest.items():
+            if value < SLOW * usual:
+                place = " -> ".join(dict.fromkeys([hosts[i], hosts[j]]))
+                text = f"pair {names[i]} -> {names[j]} on {place}: {value:.3g} GB/s"
+                found.append((2, value / usual, f"{text}, {usual:.3g} is usual"))
+    return [text for *_, text in sorted(found)]
 
 
 def split(rates: Rates, hosts: Sequence[str]) -> tuple[Rates, Rates]:
     """Return the rates within nodes, and those between nodes."""
     inside = {(i, j): value for (i, j), value in rates.items() if hosts[i] == hosts[j]}
     return inside, {pair: value for pair, value in rates.items() if pair not in inside}
-
-
-def _judge(
-    rates: Rates, where: str, names: Sequence[str], hosts: Sequence[str]
-) -> Iterator[tuple[int, float, str]]:
-    """Yield the order of a kind of finding, the part of what is usual, and a line."""
-    sides = {"sends": _slow_members(rates, 0), "receives": _slow_members(rates, 1)}
-    sends, receives = sides.values()
-    rest = {(i, j): rate for (i, j), rate in rates.items() if i not in sends and j not in receives}
-    usual = _median(rest.values() or rates.values())
-    slow = {m: min(side[m] for side in sides.values() if m in side) for m in sends | receives}
-    for host in dict.fromkeys(hosts[m] for m in slow):
-        members = [m for m in slow if hosts[m] == host]
-        is_node = len(members) == hosts.count(host) > 1
-        for group in [members] if is_node else [[member] for member in members]:
-            value = _median(slow[m] for m in group)
-            who = f"node {host}" if is_node else f"worker {names[group[0]]} on {host}"
-            verbs = " and ".join(verb for verb, side in sides.items() if side.keys() & group)
-            text = f"{who} {verbs} slowly: {value:.3g} GB/s with workers {where}"
-            yield 1 - is_node, value / usual, f"{text}, {usual:.3g} is usual"
-    for (i, j), value in rest.items():
-        if value < SLOW * usual:
-            place = hosts[i] if hosts[i] == hosts[j] else f"{hosts[i]} -> {hosts[j]}"
-            text = f"pair {names[i]} -> {names[j]} on {place}: {value:.3g} GB/s"
-            yield 2, value / usual, f"{text}, {usual:.3g} is usual"
 
 
 def _slow_members(rates: Rates, side: int) -> dict[int, float]:

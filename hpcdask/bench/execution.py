@@ -65,7 +65,12 @@ class Timed:
 
     seconds: tuple[float, ...]
     results: Any
-    n_tasks: int
+    dask_tasks: int
+
+    def of(self, draft: Measurement, checks: Sequence[Check], **more: Any) -> Measurement:
+        """Return the whole measurement."""
+        how: dict[str, Any] = {"seconds": self.seconds, "dask_tasks": self.dask_tasks}
+        return replace(draft, checks=tuple(checks), **how, **more)
 
 
 def suitable(cluster: Cluster, name: str) -> int:
@@ -86,22 +91,8 @@ def check_room(cluster: Cluster, nbytes: int, advice: str = "", *, copies: int =
         )
 
 
-def run(
-    cluster: Cluster,
-    build: Callable[[Any, int], Sequence[Any]],
-    check: Callable[[Any, Timed], list[Check]],
-    *,
-    repeats: int,
-    chunks: tuple[tuple[int, ...], ...],
-    x: Any = None,
-    evenly: bool = False,
-    **identity: Any,
-) -> Measurement:
-    """Measure what ``build`` makes of ``x``, which the workers hold, and the number of a repeat.
-
-    `evenly`: each worker holds as many chunks of rows. One with more is late, or sends one away.
-    """
-    build(x, 0)  # input errors come before the first line of output
+def announce(cluster: Cluster, chunks: tuple[tuple[int, ...], ...], **identity: Any) -> Measurement:
+    """Say what is measured on an array, and return what is known of the measurement so far."""
     draft = Measurement(
         shape=tuple(map(sum, chunks)),
         n_chunks=math.prod(map(len, chunks)),
@@ -113,15 +104,20 @@ def run(
         f"{draft.label}: {format_bytes(draft.nbytes)} {draft.dtype} on {cluster}, "
         f"{draft.n_chunks} chunks of {draft.largest[0]} x {draft.largest[1]}"
     )
-    if x is not None:
-        addresses, n_chunks = [worker.address for worker in cluster.workers], x.numblocks[0]
-        place = lambda key: addresses[key[1] * len(addresses) // n_chunks]  # noqa: E731
-        with dask.annotate(**({"workers": place, "allow_other_workers": True} if evenly else {})):
-            x = x.persist()
-        wait(cluster, x)
-    timed = measure(cluster, lambda index: build(x, index), repeats)
-    checks = tuple(check(x, timed))
-    return replace(draft, seconds=timed.seconds, dask_tasks=timed.n_tasks, checks=checks)
+    return draft
+
+
+def hold(cluster: Cluster, x: Any, *, evenly: bool = False) -> Any:
+    """Return an array in the workers' memory.
+
+    `evenly`: each worker holds as many chunks of rows. One with more is late, or sends one away.
+    """
+    addresses, n_chunks = [worker.address for worker in cluster.workers], x.numblocks[0]
+    place = lambda key: addresses[key[1] * len(addresses) // n_chunks]  # noqa: E731
+    with dask.annotate(**({"workers": place, "allow_other_workers": True} if evenly else {})):
+        x = x.persist()
+    wait(cluster, x)
+    return x
 
 
 def measure(cluster: Cluster, build: Callable[[int], Sequence[Any]], repeats: int) -> Timed:

@@ -24,7 +24,6 @@ ROUND_S = 0.05
 #: Bytes for a thread of a worker, or a GPU: more than any cache.
 MAX_NBYTES: dict[Device, int] = {"cuda": 4_000_000_000, "cpu": 128_000_000}
 MEMORY_FRACTION = 1 / 8
-LEAST_NBYTES = 1 << 20
 MATRIX_SIDE: dict[Device, int] = {"cuda": 8192, "cpu": 512}
 
 Operation = Callable[[], Any]
@@ -33,7 +32,7 @@ Operation = Callable[[], Any]
 def measure(cluster: Cluster) -> dict[str, float]:
     """Measure the rates of a cluster, per second: the best of three rounds of 0.05 s each."""
     share = cluster.memory_nbytes / cluster.n_slots * MEMORY_FRACTION
-    nbytes = int(min(MAX_NBYTES[cluster.device], max(share, LEAST_NBYTES)))
+    nbytes = int(min(MAX_NBYTES[cluster.device], share))
     rates = {}
     for kind in KINDS:
         workers = range(len(cluster.workers))

@@ -78,24 +78,18 @@ def html(found: Sequence[Measurement], command: str = "") -> str:
 
 
 def _verdict(found: Sequence[Measurement]) -> tuple[str, list[str]]:
-    """Return how near workloads come to their limits, or "", and what to look at.
+    """Return how many workloads come near their limits, or "", and what to look at.
 
     Plain forms, which are there for comparison, count only if there are no others.
     """
     limited = [(one, one.limit) for one in found if one.limit]
     judged = [(one, limit) for one, limit in limited if one.form != "stock"] or limited
     judged.sort(key=lambda pair: pair[1].fraction)
-    told = [f"{one.label} runs at {limit}" for one, limit in judged]
-    near = sum(limit.fraction >= WORTH_A_LOOK for _, limit in judged)
-    sentence = f"{told[0]}." if told else ""
-    if len(judged) > 1:
-        sentence = (
-            f"{near} of {len(judged)} workloads {'reaches' if near == 1 else 'reach'} half of what "
-            f"this hardware allows, or more. Nearest is {judged[-1][0].label}, at {judged[-1][1]}."
-        )
     slow = [text for one in found if one.exchange for text in one.exchange.slow]
     problems = [f"{one.label}: {text}" for one in found if one.gpus for text in one.gpus.problems]
-    far = told[: min(len(judged) - near, len(judged) - 1)] if told else []
+    far = [f"{one.label} runs at {by}" for one, by in judged if by.fraction < WORTH_A_LOOK]
+    near = f"{len(judged) - len(far)} of {plural(len(judged), 'workload')}"
+    sentence = f"At least half of what this hardware allows: {near}" if judged else ""
     return sentence, [*slow, *problems, *far][:MOST]
 
 

@@ -419,14 +419,14 @@ def test_a_cluster_that_computes_nothing_does_not_hang(client, monkeypatch, stat
 
 def test_each_worker_holds_as_many_chunks_of_the_tuned_svd(client, monkeypatch):
     """Regression: a worker with one more sent it away in each run, in 2.1 times the time."""
-    real, holders = execution.measure, []
+    real, holders = arrays.measure, []
 
     def measure(*args):
         chunks = {key: who for key, who in client.who_has().items() if key[0].startswith("_block")}
         holders.extend(who for _, (who,) in sorted(chunks.items()))
         return real(*args)
 
-    monkeypatch.setattr(execution, "measure", measure)
+    monkeypatch.setattr(arrays, "measure", measure)
     cluster = inspect(client, "cpu")
     arrays.run_svd(cluster, 10_000_000, repeats=1, chunk_nbytes=1_000_000)
     half, (one, other) = len(holders) // 2, (worker.address for worker in cluster.workers)

@@ -126,7 +126,7 @@ def test_everything_is_told(whole):
         "generator speed: random numbers a second",
         "within nodes: 142 GB/s in the median, 95 GB/s to 190 GB/s.",
         "500.00 ms",
-        "1 of 2 workloads reaches half of what this hardware allows, or more. Nearest is array,",
+        "At least half of what this hardware allows: 1 of 2 workloads",
         "svd, tuned: idle: n1 GPU <1>",
         "svd, tuned runs at 20 % of memory speed",
         "random float64 normals: 1 billion/s",
