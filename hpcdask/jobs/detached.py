@@ -21,6 +21,7 @@ from pathlib import Path
 
 from hpcdask.errors import QueueError, UsageError
 from hpcdask.logs import say
+from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, WAITING, QueueStatus
 from hpcdask.queues.registry import queue_class
 from hpcdask.security import private
@@ -31,7 +32,7 @@ from .folder import ClusterFolder, list_clusters
 
 RECORD, JOB_ID, REQUEST = "control.json", "control.id", "request.json"
 #: Version of what detached clusters write and answer; another one is another release's.
-VERSION = 2
+VERSION = 3
 #: Where it is in its life: nothing has started yet, it can be reached, it ends, it is over.
 SUBMITTED, RUNNING, ENDING, ENDED = "submitted", "running", "ending", "ended"
 #: What holds a cluster that is not detached, and one that is.
@@ -44,16 +45,16 @@ SCHEDULER = "scheduler-"
 class ControlRecord(Record):
     """State of a detached cluster, which its control process writes.
 
-    `name` is the user's. `why` says why it ends or has ended. `tls` tells whether clients need
-    keys.
+    `name` is the user's. `walltime_s` is that of the scheduler's job; None for no limit. `why` says
+    why it ends or has ended.
     """
 
     name: str
     state: str = SUBMITTED
     address: str = ""
     idle_timeout_s: float | None = None
+    walltime_s: float | None = None
     gpus: bool = False
-    tls: bool = True
     why: str = ""
     version: int = VERSION
 
@@ -187,7 +188,7 @@ def refuse_taken(name: str, base: str | os.PathLike[str] | None) -> None:
 
 @dataclass(frozen=True)
 class Sight:
-    """A detached cluster as it is seen from here; `why` it ends or has ended, or None.
+    """A detached cluster as it is seen from here; `why` it ends or has ended, else empty.
 
     `there` tells whether the scheduler's process or job is there; None: that cannot be seen. `job`
     is the scheduler's job while the queue has it.
@@ -196,41 +197,40 @@ class Sight:
     record: ControlRecord | None
     there: bool | None = None
     job: QueueStatus | None = None
-    why: str | None = None
+    why: str = ""
 
 
 async def look(folder: ClusterFolder) -> Sight:
-    """Return how a detached cluster is, as far as one sees.
-
-    Raises QueueError if the queue does not answer, unless the record says why the cluster ends.
-    """
-    if (record := ControlRecord.read(folder)) is None:
-        return Sight(None, why="its record is gone")
-    why = record.why if record.state in (ENDING, ENDED) else None
+    """Return how a detached cluster is, as far as one sees. Raises QueueError without an answer."""
+    job, gone = None, ""
     if (job_id := scheduler_job(folder)) is None:
-        owner, there = folder.owner, folder.owner.lives()
-        gone = f"its process {owner.pid} on {owner.host} is gone, such as by kill -9 or a reboot"
-        return Sight(record, there, why=gone if why is None and there is False else why)
-    queue, job = queue_class(folder.queue)(), f"its scheduler's job {job_id}"
-    try:
-        seen = (await queue.query([job_id])).get(job_id)
-    except QueueError:
-        if why is None:
-            raise
-        return Sight(record, why=why)
-    if seen is not None and seen.state not in OVER:
-        if why is None and seen.state in WAITING and record.state != SUBMITTED:
-            why = f"{job} was ended by the queue, and waits to run again"
-        return Sight(record, True, seen, why)
-    if why is None:
-        if seen is None:
-            with contextlib.suppress(QueueError):
-                seen = (await queue.departed([job_id])).get(job_id)
-        code = f", exit code {seen.exit_code}" if seen and seen.exit_code is not None else ""
-        end = f"has ended: {seen.words}{code}" if seen else "is not in the queue any more"
-        again = ControlRecord.read(folder)  # it may have ended in good order, or said why
-        why = (again and again.why) or f"{job} {end}"
-    return Sight(record, False, why=why)
+        there = folder.owner.lives()
+        if there is False:
+            process = f"its process {folder.owner.pid} on {folder.owner.host}"
+            gone = f"{process} is gone, such as by kill -9 or a reboot"
+    else:
+        queue = queue_class(folder.queue)()
+        job = (await queue.query([job_id])).get(job_id)
+        there = job is not None and job.state not in OVER
+        if not there:
+            gone = f"its scheduler's job {job_id} {await _end_of(queue, job_id, job)}"
+    # read last: a cluster that is gone by now has told why
+    if (record := ControlRecord.read(folder)) is None:
+        return Sight(None, there, job, "its record is gone")
+    if job is not None and job.state in WAITING and record.state != SUBMITTED:
+        gone = f"its scheduler's job {job_id} was ended by the queue, and waits to run again"
+    return Sight(record, there, job, record.why or gone)
+
+
+async def _end_of(queue: Queue, job_id: str, job: QueueStatus | None) -> str:
+    """Return how a job has ended, as far as the queue knows."""
+    if job is None:
+        with contextlib.suppress(QueueError):
+            job = (await queue.departed([job_id])).get(job_id)
+    if job is None:
+        return "is not in the queue any more"
+    code = "" if job.exit_code is None else f", exit code {job.exit_code}"
+    return f"has ended: {job.words}{code}"
 
 
 async def settle(folder: ClusterFolder) -> Sight:
@@ -239,10 +239,8 @@ async def settle(folder: ClusterFolder) -> Sight:
     Raises HpcdaskError if the queue does not answer, or jobs do not end.
     """
     seen = await look(folder)
-    ends_itself = (
-        seen.record is not None and seen.record.state == ENDING and seen.there is not False
-    )
-    if seen.why is not None and folder.ended is None and not ends_itself:
+    ends_itself = seen.record and seen.record.state == ENDING and seen.there is not False
+    if seen.why and folder.ended is None and not ends_itself:
         await cancel_scheduler(folder)  # it may wait to run again
         await finish(folder, seen.why, lambda text: None)
     return seen

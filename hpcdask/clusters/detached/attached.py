@@ -44,8 +44,13 @@ class AttachedCluster(BaseCluster):
     """A detached cluster, which lives on without this object.
 
     It has the methods of a cluster of jobs. The cluster's own process carries them out, so all
-    attached notebooks see the same. `close` only detaches; `shutdown` ends the cluster.
+    attached notebooks see the same. `close` only detaches; `shutdown` ends the cluster. `adapts`
+    tells whether the number of workers follows the work.
     """
+
+    dashboard_link = ""
+    tunnel = ""
+    adapts = False
 
     def __init__(
         self,
@@ -64,7 +69,7 @@ class AttachedCluster(BaseCluster):
         self._failure: HpcdaskError | None = None
         self._follower: asyncio.Task[None] | None = None
         self.security = Security()
-        name = making.request.name if making else None
+        name = making.record.name if making else None
         super().__init__(asynchronous=asynchronous, loop=loop, name=name)
         self._begin()
 
@@ -80,7 +85,7 @@ class AttachedCluster(BaseCluster):
         self.id = self._folder.name
         record = await await_running(self._folder, self._timeout_s)
         self.name = record.name
-        if record.tls:
+        if self._folder.keys.exists():
             keys = await asyncio.to_thread(load_credentials, str(self._folder.keys))
             self.security = to_security(keys)
         access: Any = self.security.get_connection_args("client")
@@ -151,42 +156,38 @@ class AttachedCluster(BaseCluster):
         for line in seen.lines[-news:] if news > 0 else ():
             say(line)
         self._seen, self.scheduler_info = seen, SchedulerInfo(info)
+        self.dashboard_link, self.tunnel, self.adapts = seen.dashboard, seen.tunnel, seen.adapts
 
     async def _follow(self) -> None:
         """Ask for the status again and again, and print the cluster's messages."""
         silent = False
         while self._failure is None:
-            began, pause, problem = time.monotonic(), LOOK_PAUSE_S, ""
+            began, pause_s = time.monotonic(), LOOK_PAUSE_S
             try:
                 await self._ask("status")
-                pause = max(pause, LOOK_SHARE * (time.monotonic() - began))
-            except NoAnswer as error:  # such as a network that is away for a while
-                problem = f"{error}; trying again"
-            except Exception as error:  # an answer that makes no sense must not be the last
-                if error is not self._failure:
+                pause_s = max(pause_s, LOOK_SHARE * (time.monotonic() - began))
+                silent = False
+            except Exception as error:  # a network that is away, an answer that makes no sense
+                if not silent and self._failure is None:
                     problem = f"{self.name} cannot be followed: {root_cause(error)}"
-            if problem and not silent:
-                say(f"warning: {problem}")
-            silent = bool(problem)
-            await asyncio.sleep(pause)
+                    say(f"warning: {problem}; trying again")
+                silent = True
+            await asyncio.sleep(pause_s)
 
     async def _why_lost(self, error: OSError) -> HpcdaskError:
         """Return why the cluster does not answer, and end its jobs; NoAnswer: it may come back."""
         folder = self._folder
         assert folder is not None
+        why, advice = "", f"See whether this machine reaches it{detached.see_log(folder)}"
         try:
-            seen = await detached.settle(folder)
+            why = (await detached.settle(folder)).why
         except Exception as problem:  # an answer of the queue may make no sense
-            return NoAnswer(f"{folder.name} does not answer: {error}. {problem}")
-        if seen.why is None:
-            assert seen.record is not None
-            return NoAnswer(
-                f"{folder.name} does not answer at {seen.record.address}, though it is not over: "
-                f"see whether this machine reaches that address ({type(error).__name__}: {error})"
-                f"{detached.see_log(folder)}"
-            )
+            advice = root_cause(problem)
+        if not why:
+            silent = f"{folder.name} does not answer at {self.scheduler_address}"
+            return NoAnswer(f"{silent}: {root_cause(error)}. {advice}")
         if self._failure is None:
-            self._failure = ended(folder, seen.why)
+            self._failure = ended(folder, why)
             if self.status == State.running:
                 self.status = State.closing  # so that its clients do not try to come back
                 say(f"error: {self._failure}")
@@ -201,13 +202,13 @@ class AttachedCluster(BaseCluster):
 
         The keywords are those of `JobCluster.adapt`.
         """
-        self._request("adapt", self._ask, "adapt", bounds)
+        self._request("adapt", self._ask, "adapt", **bounds)
         known = {name: bounds.get(name) for name in ("minimum", "maximum")}  # for JupyterLab
         return SimpleNamespace(**known, stop=self.stop_adapting)
 
     def stop_adapting(self) -> Any:
         """End adaptive scaling, which any attached notebook may have started."""
-        return self._request("adapt", self._ask, "adapt", None)
+        return self._request("adapt", self._ask, "stop_adapting")
 
     async def too_few(self, n_workers: int) -> HpcdaskError | None:
         if self._failure is None and self._seen.failure is not None:  # others may do
@@ -237,26 +238,12 @@ class AttachedCluster(BaseCluster):
         return self._failure or to_error(self._seen.failure)
 
     @property
-    def adapts(self) -> bool:
-        """Return whether the number of workers follows the work."""
-        return self._seen.adapts
-
-    @property
     def plan(self) -> set[str]:
         """Return the names of the workers that are wanted."""
         return set(self._seen.requested)
 
     #: Names of the workers that are asked for.
     requested = plan
-
-    @property
-    def dashboard_link(self) -> str:
-        """Return the address of the dashboard, seen from the scheduler's machine."""
-        return self._seen.dashboard
-
-    @property
-    def tunnel(self) -> str:
-        return self._seen.tunnel
 
 
 def make(cls: type[JobCluster], keywords: dict[str, Any]) -> AttachedCluster:

@@ -2,8 +2,8 @@
 
 It runs an ordinary cluster of jobs, scheduler and all, and serves the requests of those who attach.
 It ends when it is told to, when nobody uses it, before its walltime, by SIGTERM, and when a client
-shuts its scheduler down. With ``--after CODE``, by which the script calls it again, it ends what a
-process left that died with this exit code.
+shuts its scheduler down. With the exit code of a process that died as a second argument, by which
+the script calls it again, it ends what that process left.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 import dask.config
+from distributed.deploy.adaptive import Adaptive
 
 from hpcdask.clusters import classes, retire
 from hpcdask.clusters.controller import SHUT_DOWN
@@ -28,6 +29,7 @@ from hpcdask.jobs import detached
 from hpcdask.jobs.detached import ENDED, ENDING, RUNNING, SUBMITTED, VERSION, ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import complain, say, set_log_level
+from hpcdask.process import signal_name
 from hpcdask.queues.registry import queue_class
 from hpcdask.upstream import distributed as upstream
 
@@ -46,19 +48,19 @@ LOOK_S = 1.0
 class Control:
     """A detached cluster in its process."""
 
-    def __init__(self, folder: ClusterFolder, request: ControlRequest) -> None:
+    def __init__(
+        self, folder: ClusterFolder, record: ControlRecord, keywords: dict[str, Any]
+    ) -> None:
         self.folder = folder
-        self.request = request
+        self.record = record
         self.in_job = detached.scheduler_job(folder) is not None
         if self.in_job:
-            queue_class(request.system)().check(FROM_LOGIN_NODE)
-        cls = classes.class_of(request.system)
-        self.cluster = cls(
-            **request.keywords, name=request.name, asynchronous=True, silence_logs=False
-        )
+            queue_class(folder.queue)().check(FROM_LOGIN_NODE)
+        cls = classes.class_of(folder.queue)
+        self.cluster = cls(**keywords, name=record.name, asynchronous=True, silence_logs=False)
         self.cluster.take_folder(folder)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._adaptive: Any = None
+        self._adaptive: Adaptive | None = None
         self._used = time.monotonic()
         self._began = float(os.environ.pop(BEGAN, time.time()))
         self._warned = False
@@ -71,33 +73,26 @@ class Control:
         assert self.cluster.scheduler is not None
         self.scheduler = self.cluster.scheduler
         self.scheduler.handlers[OPERATION] = self.answer
-        before = ControlRecord.read(self.folder)
-        if before is not None and before.state == ENDING:  # noted while this started
-            self.end(before.why)
-        record = ControlRecord(
-            self.request.name,
-            RUNNING,
-            self.scheduler.address,
-            self.request.idle_timeout_s,
-            gpus=any(group.on_gpu for group in self.cluster.groups.values()),
-            tls=self.cluster.security.require_encryption,
-        )
-        record.write(self.folder)
-        say(f"the scheduler of {self.folder.name} is at {record.address}")
+        await self._look()  # its end may have been noted while it started
+        gpus = any(group.on_gpu for group in self.cluster.groups.values())
+        self._publish(state=RUNNING, address=self.scheduler.address, gpus=gpus)
+        say(f"the scheduler of {self.folder.name} is at {self.scheduler.address}")
         while not self.ended.done():
             await asyncio.wait([self.ended], timeout=LOOK_S)
             await self._look()
         why = self.ended.result()
         say(f"the cluster ends: {why}")
-        try:
-            dataclasses.replace(record, state=ENDING, why=why).write(self.folder)
-        except OSError as error:  # a full disk does not keep it from its end
-            complain(f"that the cluster ends cannot be noted: {error}")
-        ended = ClusterError(f"the cluster {self.request.name} has ended: {why}")
+        with contextlib.suppress(OSError):  # a full disk does not keep it from its end
+            self._publish(state=ENDING, why=why)
+        ended = ClusterError(f"the cluster {self.record.name} has ended: {why}")
         if retire.fail_waiting(self.scheduler, ended, states=(*retire.WAITING, "processing")):
             await asyncio.sleep(TELL_S)
         await self.cluster.close()
         detached.mark_ended(self.folder, why)
+
+    def _publish(self, **facts: Any) -> None:
+        self.record = dataclasses.replace(self.record, **facts)
+        self.record.write(self.folder)
 
     def end(self, why: str) -> None:
         """Begin to end; the first reason counts."""
@@ -106,11 +101,11 @@ class Control:
 
     def _signalled(self, number: int) -> None:
         more = ": its job was cancelled, or reached its walltime" if self.in_job else ""
-        self.end(f"{signal.Signals(number).name}{more}")
+        self.end(f"{signal_name(number)}{more}")
 
     async def _look(self) -> None:
         """End the cluster if it is time, or somebody has noted that it is to end."""
-        limit_s, walltime_s = self.request.idle_timeout_s, self.request.walltime_s
+        limit_s, walltime_s = self.record.idle_timeout_s, self.record.walltime_s
         with contextlib.suppress(UsageError):
             record = await asyncio.to_thread(ControlRecord.read, self.folder)
             if record is not None and record.state == ENDING:
@@ -130,7 +125,7 @@ class Control:
         """Tell the log, attached notebooks and clients of the walltime's end."""
         self._warned = True
         text = (
-            f"warning: the cluster {self.request.name} ends at {time.strftime('%H:%M:%S', end)}, "
+            f"warning: the cluster {self.record.name} ends at {time.strftime('%H:%M:%S', end)}, "
             f"by the walltime of its scheduler's job: what is persisted in it will be lost"
         )
         say(text)
@@ -153,17 +148,18 @@ class Control:
         try:
             if version != VERSION:
                 raise UsageError(
-                    f"the cluster {self.request.name} is of another release of hpcdask: attach "
+                    f"the cluster {self.record.name} is of another release of hpcdask: attach "
                     f"with the one that made it"
                 )
             name, told, args, keywords = json.loads(request)
             self._used = time.monotonic()
             if name == "scale":
                 await self.cluster.scale(*args, **keywords)
-            elif name == "adapt":  # or no longer; the workers stay
-                if self._adaptive is not None and args[0] is None:
-                    self._adaptive.stop()
-                self._adaptive = None if args[0] is None else self.cluster.adapt(**args[0])
+            elif name == "adapt":
+                self._adaptive = self.cluster.adapt(**keywords)
+            elif name == "stop_adapting" and self._adaptive is not None:
+                self._adaptive.stop()  # the workers stay
+                self._adaptive = None
             too_few = await self.cluster.too_few(keywords.get("n_workers", 0))
             jobs, lines = self.cluster.jobs(), upstream.logged(self.cluster)
             status = Status(
@@ -185,52 +181,51 @@ class Control:
             return {"error": from_error(error)}
 
 
-async def clean_up(folder: ClusterFolder, code: int) -> int:
-    """End what a process left that died with this code, and return the exit code.
+async def clean_up(folder: ClusterFolder, record: ControlRecord, code: int | None) -> None:
+    """End what a process left that died with this code; None: the queue has started its job again.
 
-    A negative code is that of a scheduler's job that the queue has started again.
+    Raises HpcdaskError if the queue does not answer, or jobs do not end.
     """
-    record = ControlRecord.read(folder)
-    if record is not None and record.state == ENDED:
-        return 0
-    if code < 0:
+    if record.state == ENDED:
+        return
+    if code is None:
         why = "its scheduler's job was started again by the queue, which lost what it held"
     else:
-        how = f", killed by {signal.Signals(code - 128).name}" if code > 128 else ""
+        how = f", killed by {signal_name(code - 128)}" if code > 128 else ""
         why = f"its process died with exit code {code}{how}"
     complain(why)
     with contextlib.suppress(OSError):  # once this job is over, a notebook ends all
-        if record is not None:
-            dataclasses.replace(record, why=record.why or why).write(folder)
-    try:
-        await detached.finish(folder, why, say)
-    except HpcdaskError as error:
-        complain(error)
-        return 1
-    return 0
+        dataclasses.replace(record, state=ENDING, why=record.why or why).write(folder)
+    await detached.finish(folder, why, say)
 
 
-async def run(folder: ClusterFolder, arguments: list[str]) -> int:
-    """Run the cluster, or clean up after it, and return the exit code."""
-    record = ControlRecord.read(folder)
-    if arguments or record is None or record.state != SUBMITTED:
-        return await clean_up(folder, int(arguments[1]) if arguments else -1)
+async def run(folder: ClusterFolder, code: int | None = None) -> None:
+    """Run the cluster, or clean up after a process of it that died with this code.
+
+    Raises HpcdaskError if it fails, unless nothing is left of it.
+    """
+    if (record := ControlRecord.read(folder)) is None:
+        raise UsageError(f"{folder.path} is not the folder of a detached cluster")
+    if code is not None or record.state != SUBMITTED:
+        await clean_up(folder, record, code)
+        return
     try:
         request = ControlRequest.load(folder)
         folder.take_over()
         dask.config.update(dask.config.config, request.config)
         set_log_level()
-        await Control(folder, request).run()
+        await Control(folder, record, request.keywords).run()
     except HpcdaskError as error:
+        if (ControlRecord.read(folder) or record).state != SUBMITTED:
+            raise
         complain(error)
-        if (ControlRecord.read(folder) or record).state in (SUBMITTED, RUNNING):
-            with contextlib.suppress(OSError):  # nothing was started, or all has ended
-                detached.mark_ended(folder, f"it could not start: {error}")
-                return 0
-        return error.exit_code
-    return 0
+        detached.mark_ended(folder, f"it could not start: {error}")
 
 
 if __name__ == "__main__":
     os.umask(0o077)
-    sys.exit(asyncio.run(run(ClusterFolder.open(sys.argv[1]), sys.argv[2:])))
+    try:
+        asyncio.run(run(ClusterFolder.open(sys.argv[1]), *map(int, sys.argv[2:])))
+    except HpcdaskError as error:
+        complain(error)
+        sys.exit(error.exit_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,22 +13,20 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import dask.config
-from distributed.utils import import_term
 
 from hpcdask.clusters.options import ClusterOptions, JobOptions, read_job_options, read_section
 from hpcdask.errors import ClusterError, NotHere, QueueError, UsageError
 from hpcdask.jobs import detached
 from hpcdask.jobs.detached import (
-    ENDED,
     ENDING,
     JOB_ID,
     REQUEST,
     RUNNING,
-    VERSION,
+    SUBMITTED,
     ControlRecord,
     control_log,
     scheduler_tag,
@@ -39,6 +38,7 @@ from hpcdask.queues.base import Queue
 from hpcdask.queues.registry import queue_class
 from hpcdask.security import private
 from hpcdask.spec.parsing import parse_seconds
+from hpcdask.spec.records import Record
 
 from .protocol import plain
 
@@ -65,33 +65,19 @@ RECORD_PAUSE_S, END_PAUSE_S, QUEUE_PAUSE_S = 0.2, 1.0, 5.0
 
 
 @dataclass(frozen=True)
-class ControlRequest:
-    """Request that the process of a detached cluster reads; `config` is Dask's configuration.
+class ControlRequest(Record):
+    """Request that the process of a detached cluster reads.
 
-    `walltime_s` is that of the scheduler's job; None for no limit.
+    It has the keywords of the cluster that the process makes, and Dask's configuration.
     """
 
-    name: str
-    system: str
     keywords: dict[str, Any]
-    idle_timeout_s: float | None = IDLE_TIMEOUT_S
-    walltime_s: float | None = None
-    config: dict[str, Any] = field(default_factory=dict)
-    version: int = VERSION
+    config: dict[str, Any]
 
     @classmethod
     def load(cls, folder: ClusterFolder) -> ControlRequest:
-        """Read a folder's request. Raises UsageError if another release of hpcdask wrote it."""
-        known = json.loads(private.read(str(folder.path / REQUEST)))
-        if known["version"] != VERSION:
-            raise UsageError(
-                f"{folder.path / REQUEST} is of another release of hpcdask than the Python of the "
-                f"scheduler's job has (python=…): install the same"
-            )
-        request = cls(**known)
-        if name := request.keywords.get("scheduler_cls"):
-            request.keywords["scheduler_cls"] = import_term(name)
-        return request
+        """Read a folder's request, which has the version of its `ControlRecord`."""
+        return cls.from_json(json.loads(private.read(str(folder.path / REQUEST))))
 
 
 @dataclass(frozen=True)
@@ -102,7 +88,9 @@ class Making:
     scheduler's job; None for a process of this host.
     """
 
+    system: str
     options: ClusterOptions
+    record: ControlRecord
     request: ControlRequest
     scheduler: JobOptions | None
 
@@ -120,7 +108,7 @@ class Making:
         lines = (
             f"{command} & child=$!\nwait $child; code=$?\n"
             "while kill -0 $child 2>/dev/null; do kill -TERM $child; wait $child; code=$?; done\n"
-            f"[ $code = 0 ] || exec {command} --after $code"
+            f"[ $code = 0 ] || exec {command} $code"
         )
         if self.scheduler is None:
             return "\n".join(["#!/usr/bin/env bash", *preamble, lines, ""])
@@ -140,8 +128,6 @@ def read_request(cls: type[JobCluster], given: Mapping[str, Any]) -> Making:
     idle = parse_seconds(keywords.pop("idle_timeout", IDLE_TIMEOUT_S), "idle_timeout")
     if not (name := keywords.pop("name", None)):
         raise UsageError('detached=True: a name is missing, by which you attach: name="…"')
-    if keywords.get("security") not in (None, False):
-        raise UsageError("detached=True makes its own keys: leave security out")
     if scheduler_job is not None and queue.is_local:
         raise UsageError("scheduler_job: this machine's jobs hang on it. Leave it out")
     on_node = scheduler_job is not None
@@ -154,15 +140,13 @@ def read_request(cls: type[JobCluster], given: Mapping[str, Any]) -> Making:
     if on_node or any(group.n_workers for group in cluster.groups.values()):
         cluster.queue.check()
     scheduler = _scheduler_job(queue, scheduler_job, keywords, section) if on_node else None
+    walltime_s = scheduler.policy.walltime_s if scheduler else None
+    record = ControlRecord(name, idle_timeout_s=idle, walltime_s=walltime_s)
     request = ControlRequest(
-        name,
-        cls.queue_name,
         {word: plain(value, f"{word}={value!r}") for word, value in keywords.items()},
-        idle,
-        scheduler.policy.walltime_s if scheduler else None,
         plain(dask.config.config, "Dask's configuration, which it needs,"),
     )
-    return Making(cluster, request, scheduler)
+    return Making(cls.queue_name, cluster, record, request, scheduler)
 
 
 def _scheduler_job(
@@ -191,16 +175,14 @@ def _scheduler_job(
 
 async def start(making: Making) -> ClusterFolder:
     """Make a cluster's folder, and submit the scheduler's job or start its process."""
-    request = making.request
-    await asyncio.to_thread(detached.refuse_taken, request.name, making.options.base)
-    folder = await asyncio.to_thread(
-        ClusterFolder.create, new_name(request.name), request.system, making.options.base
-    )
+    name, base = making.record.name, making.options.base
+    await asyncio.to_thread(detached.refuse_taken, name, base)
+    folder = await asyncio.to_thread(ClusterFolder.create, new_name(name), making.system, base)
     script = folder.path / "control.sh"
     try:
-        ControlRecord(request.name, idle_timeout_s=request.idle_timeout_s).write(folder)
-        private.write_private(str(folder.path / REQUEST), json.dumps(asdict(request)))
-        await asyncio.to_thread(private.write_private, str(script), making.script(folder))
+        making.record.write(folder)
+        private.write_private(str(folder.path / REQUEST), json.dumps(making.request.to_json()))
+        private.write_private(str(script), making.script(folder))
         script.chmod(0o700)
         if making.scheduler is None:  # outside of this process's tree, session and terminal
             words = ["setsid", "--fork", "bash", str(script)]
@@ -223,21 +205,17 @@ async def await_running(folder: ClusterFolder, timeout_s: float) -> ControlRecor
     deadline, asked, told = time.monotonic() + timeout_s, 0.0, ""
     while True:
         record = await asyncio.to_thread(ControlRecord.read, folder)
-        if record is None or record.state in (ENDING, ENDED):
-            raise ended(folder, record.why if record else "its record is gone")
-        if record.state == RUNNING:  # whether it lives, the connection shows
+        if record is not None and record.state == RUNNING:  # whether it lives, the connection shows
             return record
         if time.monotonic() - asked > QUEUE_PAUSE_S:
             asked, waits = time.monotonic(), told
             try:
                 seen = await detached.settle(folder)
-                if seen.why is not None:
+                if seen.why:
                     raise ended(folder, seen.why)
                 if seen.job is not None:
                     text = f"the scheduler's job {seen.job.id} is {seen.job.words}"
                     waits = queue_class(folder.queue).judge(seen.job, text)
-            except NotHere:
-                raise
             except QueueError as error:  # it may answer later
                 waits = str(error)
             if waits != told:
@@ -245,8 +223,8 @@ async def await_running(folder: ClusterFolder, timeout_s: float) -> ControlRecor
                 say(told)
         if time.monotonic() > deadline:
             raise ClusterError(
-                f"{told or f'{record.name} has not started'}, after {timeout_s:g} s. It goes on to "
-                f'wait: hpcdask.attach("{record.name}") later, or hpcdask down {record.name}'
+                f"{told or f'{folder.name} has not started'}, after {timeout_s:g} s. It goes on to "
+                f'wait: hpcdask.attach("{folder.name}") later, or hpcdask down {folder.name}'
                 f"{detached.see_log(folder)}"
             )
         await asyncio.sleep(RECORD_PAUSE_S)
@@ -260,17 +238,13 @@ async def end(folder: ClusterFolder, why: str) -> None:
     record = await asyncio.to_thread(ControlRecord.read, folder)
     if folder.ended is not None or record is None:
         return
+    # a process that runs reads the record, and ends all in order
+    stop_s = 0.0 if record.state == SUBMITTED else SEE_END_S
     began, problem = time.monotonic(), ""
-    stop_s = SEE_END_S if record.state == RUNNING else 0.0
-    if record.state == ENDING:
-        stop_s = math.inf  # somebody else has asked it to
-    else:
-        try:  # its process reads this
+    if record.state != ENDING:
+        with contextlib.suppress(OSError):  # a full disk: it is stopped
             dataclasses.replace(record, state=ENDING, why=why).write(folder)
-        except OSError:  # a full disk
-            stop_s = 0.0
-    while True:
-        passed_s = time.monotonic() - began
+    while (passed_s := time.monotonic() - began) < END_TIMEOUT_S:
         try:
             if passed_s >= stop_s:
                 await _stop(folder, record)
@@ -278,7 +252,7 @@ async def end(folder: ClusterFolder, why: str) -> None:
             now = ClusterFolder.open(folder.path)
             seen = await detached.settle(now)  # its process may have died
             # a cluster that only starts is held by the process that makes it
-            may_stay = seen.job is None and record.state != RUNNING
+            may_stay = seen.job is None and record.state == SUBMITTED
             if now.ended is not None and (may_stay or not seen.there):
                 return
             problem = ""
@@ -286,12 +260,10 @@ async def end(folder: ClusterFolder, why: str) -> None:
             raise
         except QueueError as error:  # it may answer later
             problem = f" ({error})"
-        if passed_s > END_TIMEOUT_S:
-            raise ClusterError(
-                f"{folder.name} has not ended within {END_TIMEOUT_S:g} s{problem}"
-                f"{detached.see_log(folder)}"
-            )
         await asyncio.sleep(END_PAUSE_S)
+    raise ClusterError(
+        f"{folder.name} has not ended within {END_TIMEOUT_S:g} s{problem}{detached.see_log(folder)}"
+    )
 
 
 async def _stop(folder: ClusterFolder, record: ControlRecord) -> None:

@@ -32,10 +32,6 @@ def plain(value: Any, what: str) -> Any:
     def convert(value: Any) -> Any:
         if isinstance(value, timedelta):
             return value.total_seconds()
-        if isinstance(value, type):
-            return f"{value.__module__}.{value.__qualname__}"
-        if isinstance(value, Mapping):
-            return dict(value)
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         raise TypeError(f"{type(value).__name__} is no plain value")
@@ -56,9 +52,8 @@ def to_error(known: Mapping[str, str] | None) -> Any:
     """Return the error again; one that is not of `hpcdask.errors` becomes a ClusterError."""
     if known is None:
         return None
-    if (kind := getattr(errors, known["class"], None)) is None:
-        return ClusterError(f"{known['class']}: {known['text']}")
-    return errors.remake(kind, (known["text"],))
+    kind, text = getattr(errors, known["class"], None), known["text"]
+    return errors.remake(kind, (text,)) if kind else ClusterError(f"{known['class']}: {text}")
 
 
 @dataclass
