@@ -12,7 +12,7 @@ import pytest
 from distributed import Client
 
 import hpcdask
-from hpcdask.jobs.state import OVER, JobState
+from hpcdask.queues.job_state import OVER, JobState
 from launching import end, leftovers, name_of, wait_for
 from login import User, watched
 from slurm_site import SlurmSite

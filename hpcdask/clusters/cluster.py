@@ -27,10 +27,10 @@ from hpcdask.errors import HpcdaskError, UsageError
 from hpcdask.gpu.monitor import GpuTable, monitor_of, usage_lines
 from hpcdask.jobs import watchdog
 from hpcdask.jobs.folder import ClusterFolder, new_name, prune
-from hpcdask.jobs.state import OVER
 from hpcdask.logs import say
 from hpcdask.node.scratch import scratch_folder
 from hpcdask.process import make_observable, owner_text
+from hpcdask.queues.job_state import OVER
 from hpcdask.security import private
 from hpcdask.security.nearby import NearbySecurity
 from hpcdask.spec.keywords import describe, spell_out

@@ -17,10 +17,10 @@ from distributed.scheduler import TaskState, WorkerState
 from hpcdask.client.defaults import send_at_once
 from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, NotHere, QueueError, Refused
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.jobs.state import ClusterReport, JobState, lasting
+from hpcdask.jobs.state import ClusterReport, lasting
 from hpcdask.logs import DIED, say
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import QueueStatus
+from hpcdask.queues.job_state import JobState, QueueStatus
 from hpcdask.spec.names import group_id, job_of_worker
 
 from . import display, retire

@@ -10,9 +10,10 @@ from datetime import timedelta
 from hpcdask.errors import HpcdaskError, JobsFailed, NotHere
 from hpcdask.jobs.detached import scheduler_job
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.jobs.state import OVER, JobState, counts
+from hpcdask.jobs.state import counts
 from hpcdask.logs import html_table, text_table
 from hpcdask.queues.base import Queue
+from hpcdask.queues.job_state import OVER, JobState
 
 from .job import Job, Policy
 

@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpcdask.jobs.state import OVER, WAITING, JobReport, JobState
+from hpcdask.jobs.state import JobReport
 from hpcdask.queues import job_state
-from hpcdask.queues.job_state import QueueState, QueueStatus
+from hpcdask.queues.job_state import OVER, WAITING, JobState, QueueState, QueueStatus
 from hpcdask.spec.names import worker_name
 from hpcdask.spec.records import Record
 

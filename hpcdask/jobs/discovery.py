@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from hpcdask.errors import HpcdaskError, QueueError, UsageError
 from hpcdask.logs import say
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import OVER, QueueStatus
+from hpcdask.queues.job_state import OVER, WAITING, JobState, QueueStatus
 from hpcdask.queues.registry import queue_class, systems
 from hpcdask.spec.names import parse_tag
 
 from .detached import SCHEDULER, scheduler_job
 from .folder import ClusterFolder, list_clusters
-from .state import WAITING, ClusterReport, JobReport, JobState, lasting
+from .state import ClusterReport, JobReport, lasting
 
 #: Seconds for a command of a queueing system that no cluster of this user is known to use.
 GUESS_TIMEOUT_S = 6.0

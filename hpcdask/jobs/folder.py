@@ -25,6 +25,7 @@ import re
 import shutil
 import stat
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,8 +39,6 @@ from .state import ClusterReport
 
 #: How the tags of batch jobs begin after ``hpcdask:``. No cluster's name has two dashes.
 BATCH = "submit-"
-#: How much of a log's end is read for its last lines.
-TAIL_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -234,8 +233,11 @@ class ClusterFolder:
         """Return the last lines of each job's logs, or all; none where there are no logs (yet)."""
         found = {}
         for job_id, paths in self.logs_of(ids).items():
-            text = [line for path in paths for line in _read_end(path, whole=lines is None)]
-            found[job_id] = text if lines is None else text[max(0, len(text) - lines) :]
+            end: deque[str] = deque(maxlen=lines)
+            for path in paths:
+                with contextlib.suppress(OSError), path.open(errors="replace") as file:
+                    end.extend(line.rstrip("\n") for line in file)
+            found[job_id] = list(end)
         return found
 
     def remove_keys(self) -> None:
@@ -327,14 +329,6 @@ def check_owned(path: Path) -> None:
         refuse_open(str(path))
     except OSError as error:
         raise UsageError(f"{error.strerror}. Name another folder than {path}") from None
-
-
-def _read_end(path: Path, *, whole: bool) -> list[str]:
-    """Return the last lines of a log, or all; none of a file that cannot be read."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(0 if whole else max(0, path.stat().st_size - TAIL_BYTES))
-        return file.read().decode(errors="replace").splitlines()
-    return []
 
 
 def _words(text: str) -> list[str]:

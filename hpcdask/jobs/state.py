@@ -1,41 +1,18 @@
-"""States of jobs as their cluster concludes them, also for other processes."""
+"""Reports of a cluster on its jobs, for other processes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from hpcdask.logs import plural
-from hpcdask.queues import job_state
-from hpcdask.queues.job_state import QueueStatus
+from hpcdask.queues.job_state import OVER, WAITING, JobState, QueueStatus
 from hpcdask.spec.records import Record
 
 if TYPE_CHECKING:
     from hpcdask.queues.base import Queue
-
-
-class JobState(StrEnum):
-    """State of a job, from the queue's word and the workers that are connected."""
-
-    PENDING = "pending"  # the queue holds it; `reason` is the queue's
-    REQUEUED = "requeued"  # pending again under the same id
-    STARTING = "starting"  # runs, and not all of its workers are connected yet
-    RUNNING = "running"  # all its workers are connected
-    LOST = "lost"  # runs for the queue, but workers that were connected are gone
-    UNKNOWN = "unknown"  # no query shows it; not over until several agree
-    COMPLETED = "completed"  # from here on it is over
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    PREEMPTED = "preempted"
-    TIMEOUT = "timeout"  # ended by its walltime
-
-
-#: States of jobs that are over, and of jobs without nodes.
-OVER = frozenset(map(JobState, job_state.OVER))
-WAITING = frozenset(map(JobState, job_state.WAITING))
 
 
 @dataclass(frozen=True)
@@ -59,12 +36,11 @@ class JobReport(Record):
     def of_queue(cls, seen: QueueStatus, submitted: float | None, group: str) -> JobReport:
         """Return a job's state where only the queue tells of it."""
         since = seen.started or submitted
-        state = JobState(seen.state)
-        return cls(seen.id, state, seen.reason, None, None, seen.nodes, since, group)
+        return cls(seen.id, seen.state, seen.reason, None, None, seen.nodes, since, group)
 
     def contradicts(self, seen: QueueStatus) -> bool:
         """Return whether the queue says that the job has started or waits again since."""
-        return (self.state in WAITING) != (seen.state in job_state.WAITING)
+        return (self.state in WAITING) != (seen.state in WAITING)
 
 
 @dataclass(frozen=True)
@@ -93,7 +69,7 @@ def counts(reports: Iterable[JobReport]) -> str:
 
 def lasting(jobs: Iterable[JobReport | QueueStatus], queue: type[Queue]) -> dict[str, str]:
     """Return a text on jobs that may never start, for each reason for which jobs wait."""
-    reasons = Counter(job.reason for job in jobs if job.state in job_state.WAITING)
+    reasons = Counter(job.reason for job in jobs if job.state in WAITING)
     found = {}
     for reason, count in reasons.items():
         if (advice := queue.lasting(reason)) is not None:

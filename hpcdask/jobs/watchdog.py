@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from hpcdask.errors import HpcdaskError, QueueError
 
@@ -24,15 +23,6 @@ from .folder import ClusterFolder
 
 #: Seconds that a watchdog gets to start: imports from a shared file system can be slow.
 START_S = 60.0
-#: Seconds that a dismissed watchdog gets to end.
-DISMISS_S = 10.0
-#: Found wherever the notebook found it, even when that is not on the path of a new Python.
-PROGRAM = """\
-import sys
-sys.path.append(sys.argv.pop(1))
-from hpcdask.jobs import watchdog
-watchdog.main()
-"""
 
 
 def start_watchdog(folder: ClusterFolder) -> subprocess.Popen[bytes]:
@@ -41,11 +31,11 @@ def start_watchdog(folder: ClusterFolder) -> subprocess.Popen[bytes]:
     Raises QueueError if it does not start.
     """
     what = "the cluster's watchdog, which would cancel its jobs after the death of this process,"
-    package, path = Path(__file__).parents[2], folder.path / "watchdog.log"
+    path = folder.path / "watchdog.log"
     with open(path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", PROGRAM, str(package), str(folder.path)],
+                [sys.executable, "-P", "-m", "hpcdask.jobs.watchdog", str(folder.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -68,11 +58,7 @@ def start_watchdog(folder: ClusterFolder) -> subprocess.Popen[bytes]:
 
 def dismiss(process: subprocess.Popen[bytes]) -> None:
     """End a watchdog: its cluster has closed, and its jobs are gone."""
-    try:
-        process.communicate(b".", DISMISS_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    process.communicate(b".")
 
 
 def main() -> None:

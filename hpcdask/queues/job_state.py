@@ -1,4 +1,4 @@
-"""States of a job in its queueing system."""
+"""States of a job in its queueing system and in its cluster."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class QueueState(StrEnum):
-    """State of a job in its queueing system; `JobState` is what its cluster concludes."""
+class JobState(StrEnum):
+    """State of a job in its queueing system, or as its cluster concludes it from the workers."""
 
     PENDING = "pending"  # the queue holds it; `reason` is the queue's
     REQUEUED = "requeued"  # pending again under the same id
-    RUNNING = "running"  # it has its nodes
-    UNKNOWN = "unknown"  # the queue has it, and does not know how it is
+    STARTING = "starting"  # only for its cluster: not all of its workers are connected yet
+    RUNNING = "running"  # it has its nodes; for its cluster, all its workers are connected
+    LOST = "lost"  # only for its cluster: workers that were connected are gone
+    UNKNOWN = "unknown"  # the queue does not know how it is; its cluster: no query shows it
     COMPLETED = "completed"  # from here on it is over
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -20,10 +22,11 @@ class QueueState(StrEnum):
     TIMEOUT = "timeout"  # ended by its walltime
 
 
+QueueState = JobState
 #: States of jobs that have no nodes yet, or nodes that still boot.
-WAITING = frozenset({QueueState.PENDING, QueueState.REQUEUED})
+WAITING = frozenset({JobState.PENDING, JobState.REQUEUED})
 #: States of jobs that the queue has done with.
-OVER = frozenset(QueueState) - WAITING - {QueueState.RUNNING, QueueState.UNKNOWN}
+OVER = frozenset(map(JobState, ("completed", "failed", "cancelled", "preempted", "timeout")))
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class QueueStatus:
     """
 
     id: str
-    state: QueueState
+    state: JobState
     reason: str = ""
     exit_code: int | None = None
     restarts: int = 0

@@ -13,9 +13,10 @@ from hpcdask.errors import SchedulerFileError, UsageError
 from hpcdask.jobs.detached import named
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
 from hpcdask.jobs.logs import ClusterLogs, LogLine, merged
-from hpcdask.jobs.state import WAITING, counts
+from hpcdask.jobs.state import counts
 from hpcdask.logs import say
 from hpcdask.node.nanny import LOGS
+from hpcdask.queues.job_state import WAITING
 
 from .look import SCHEDULER, WORKER, Request, Target, ask_all, find
 

@@ -12,7 +12,7 @@ import pytest
 from gpu_launching import job_cluster, slurm_answers
 from hpcdask.bench.cluster import wait_until_warm
 from hpcdask.gpu.devices import Gpu
-from hpcdask.jobs.state import OVER, JobState
+from hpcdask.queues.job_state import OVER, JobState
 from launching import wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -13,7 +13,7 @@ import pytest
 import hpcdask
 from hpcdask.clusters.cluster import JobCluster
 from hpcdask.gpu.devices import Gpu
-from hpcdask.jobs.state import OVER
+from hpcdask.queues.job_state import OVER
 from launching import wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -30,7 +30,7 @@ from clock import stretched
 from hpcdask.clusters import controller
 from hpcdask.errors import ClusterError, JobsFailed, QueueError, Refused, UsageError
 from hpcdask.jobs.folder import ClusterFolder, list_clusters
-from hpcdask.jobs.state import OVER, JobState
+from hpcdask.queues.job_state import OVER, JobState
 from hpcdask.queues.local import LocalQueue
 from hpcdask.stacks.diagnose import diagnose
 from hpcdask.stacks.look import find, look

@@ -16,7 +16,7 @@ import pytest
 
 import hpcdask
 from hpcdask.errors import JobsFailed, UsageError
-from hpcdask.jobs.state import OVER
+from hpcdask.queues.job_state import OVER
 from launching import run_cli, wait_for
 
 ONE = {"device": "cpu", "cores": 1, "processes": 1, "memory": "512MiB", "poll_interval": 0.3}

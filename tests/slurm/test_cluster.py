@@ -11,7 +11,7 @@ import pytest
 
 import hpcdask
 from hpcdask.errors import UsageError
-from hpcdask.jobs.state import OVER, JobState
+from hpcdask.queues.job_state import OVER, JobState
 from launching import end, wait_for, walk
 from slurm_login import ONE, Login, pids, states, wait_for_running
 

@@ -19,7 +19,7 @@ from distributed import Client
 
 from hpcdask.clusters.job import Job
 from hpcdask.errors import QueueError
-from hpcdask.jobs.state import JobState
+from hpcdask.queues.job_state import JobState
 from hpcdask.spec.names import parse_worker_name
 from launching import end, wait_for
 from slurm_login import Login, live, login, pids, wait_for_running

@@ -40,9 +40,9 @@ from hpcdask.jobs.detached import (
 from hpcdask.jobs.discovery import ClusterRecord
 from hpcdask.jobs.folder import ClusterFolder, Owner
 from hpcdask.jobs.runs import RunNote
-from hpcdask.jobs.state import ClusterReport, JobReport, JobState
+from hpcdask.jobs.state import ClusterReport, JobReport
 from hpcdask.process import process_start
-from hpcdask.queues.job_state import QueueState, QueueStatus
+from hpcdask.queues.job_state import JobState, QueueState, QueueStatus
 from hpcdask.queues.local import LocalQueue
 from hpcdask.runner.options import command as runner
 

@@ -17,9 +17,8 @@ from hpcdask.clusters.display import JobTable
 from hpcdask.clusters.job import Job
 from hpcdask.errors import NoAnswer, QueueError, Refused
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.jobs.state import JobState
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import QueueState, QueueStatus
+from hpcdask.queues.job_state import JobState, QueueState, QueueStatus
 from hpcdask.queues.local import LocalQueue
 from hpcdask.queues.slurm import SlurmQueue
 from job_control import one_group

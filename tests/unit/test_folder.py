@@ -15,7 +15,6 @@ import pytest
 
 from fake_notebook import pretend
 from hpcdask.errors import UsageError
-from hpcdask.jobs import folder as cluster_folder
 from hpcdask.jobs.detached import ControlRecord, named
 from hpcdask.jobs.folder import ClusterFolder, Owner, base_path, list_clusters, prune
 from hpcdask.security.credentials import create_credentials, load_credentials, save_credentials
@@ -184,7 +183,7 @@ def test_logs_are_found_by_the_jobs_id(cluster):
     }
 
 
-def test_tail(cluster, monkeypatch):
+def test_tail(cluster):
     logs = cluster.path / "logs"
     (logs / "queue-5.log").write_text("from the queue\n")
     (logs / "5.log").write_bytes(b"one\nbad \xff\nthree")
@@ -192,9 +191,6 @@ def test_tail(cluster, monkeypatch):
     assert cluster.tails(["5", "6"]) == {"5": all_lines, "6": []}
     for lines, shown in ((2, all_lines[2:]), (100, all_lines), (0, [])):
         assert cluster.tails(["5", "6"], lines) == {"5": shown, "6": []}
-    monkeypatch.setattr(cluster_folder, "TAIL_BYTES", 5)
-    assert cluster.tails(["5"], 1) == {"5": ["three"]}
-    assert cluster.tails(["5"]) == {"5": all_lines}
 
 
 def test_keys_go_when_the_cluster_ends(cluster):

@@ -24,8 +24,7 @@ from hpcdask.clusters.job import (
     went_wrong,
 )
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.jobs.state import JobState
-from hpcdask.queues.job_state import OVER, WAITING, QueueState, QueueStatus
+from hpcdask.queues.job_state import OVER, WAITING, JobState, QueueState, QueueStatus
 from hpcdask.spec.names import job_of_worker, worker_name
 
 T = 1_800_000_000.0  # now
