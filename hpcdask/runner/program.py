@@ -14,9 +14,11 @@ from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.client import scheduler_file
 from hpcdask.client.connect import program_variables
 from hpcdask.errors import SchedulerFileError
-from hpcdask.jobs.runs import RunNote
+from hpcdask.jobs import runs
 from hpcdask.node.host_agent import HostAgent
+from hpcdask.process import owner_text
 from hpcdask.queues.environment import job_id
+from hpcdask.queues.registry import system_of_job
 from hpcdask.security import private
 from hpcdask.security.credentials import Credentials
 
@@ -76,7 +78,6 @@ class RunFiles:
         self.asked = os.path.abspath(asked) if asked else ""
         self._agent, self._script, self._program = agent, script, os.path.basename(script)
         self._address = ""
-        self._note: RunNote | None = None
         self._paths: list[str] = []
         self._nannies: Mapping[str, str] | None = None
 
@@ -85,6 +86,7 @@ class RunFiles:
         self._address = address
         self._paths.append(path)
         facts |= {"program": self._program, "script": self._script, "started": time.time()}
+        facts |= {"owner": owner_text(), "queue": system_of_job() or ""}
         if path == self.asked:
             self._agent.clean(path)
             self._agent.clean(f"{path}.keys")
@@ -93,9 +95,8 @@ class RunFiles:
     def publish(self, nannies: Mapping[str, str]) -> None:
         """List the run on this node and for `hpcdask list`."""
         if self.asked:
-            self._note = RunNote.of_this(self.asked, self._address, self._program)
             with contextlib.suppress(OSError):  # then it is not listed
-                self._note.write()
+                runs.enlist(self.asked)
         with contextlib.suppress(OSError):  # then it is found by its file only
             link = os.path.join(private.node_folder(scheduler_file.RUNS), str(os.getpid()))
             self._agent.clean(link)
@@ -112,8 +113,8 @@ class RunFiles:
 
     def unlist(self) -> None:
         """Take the run off `hpcdask list`, which would else take it for one that was killed."""
-        if self._note is not None:
-            self._note.remove()
+        if self.asked in self._paths:
+            runs.unlist(self.asked, self._address)
 
     def remove(self) -> None:
         """Remove what lies outside of the rank's folder."""

@@ -199,6 +199,7 @@ def test_its_end_is_told_while_it_computes(folder: Path, end, why: str):
     with make(folder, n_workers=1) as cluster, cluster.get_client() as client:
         client.wait_for_workers(1, timeout=180)
         future = client.submit(lambda: __import__("time").sleep(1000))
+        wait_for(lambda: any(client.processing().values()), 60, "a worker to have it")
         end(cluster)
         if why == "SIGTERM":
             with pytest.raises(ClusterError, match="has ended: SIGTERM"):

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, call
@@ -26,7 +26,7 @@ from hpcdask.client import scheduler_file
 from hpcdask.clusters import command as clusters_command
 from hpcdask.clusters.detached import control, process
 from hpcdask.errors import ClusterError, UsageError
-from hpcdask.jobs import discovery
+from hpcdask.jobs import discovery, runs
 from hpcdask.jobs.detached import (
     ENDED,
     JOB_ID,
@@ -39,9 +39,8 @@ from hpcdask.jobs.detached import (
 )
 from hpcdask.jobs.discovery import ClusterRecord
 from hpcdask.jobs.folder import ClusterFolder, Owner
-from hpcdask.jobs.runs import RunNote
 from hpcdask.jobs.state import ClusterReport, JobReport
-from hpcdask.process import process_start
+from hpcdask.process import owner_text, process_start
 from hpcdask.queues.job_state import JobState, QueueState, QueueStatus
 from hpcdask.queues.local import LocalQueue
 from hpcdask.runner.options import command as runner
@@ -315,10 +314,11 @@ def test_a_list_changes_nothing_and_down_removes_what_a_killed_run_left(
 ):
     """Regression: a list removed note, scheduler file and keys of a run that had been killed."""
     file = tmp_path / "cluster.json"
-    gone = replace(Owner.this(), start="0")
+    gone = {"owner": f"{owner_text().rpartition(' ')[0]} 0", "queue": "", "program": "train.py"}
     for address in ("tls://127.0.0.1:9", "tls://127.0.0.1:10"):  # the second takes the place
-        scheduler_file.write(str(file), address, {"tls_ca_file": "a key"}, job=None)
-        replace(RunNote.of_this(str(file), address, "train.py"), owner=gone).write()
+        facts = {"job": None, "started": time.time(), **gone}
+        scheduler_file.write(str(file), address, {"tls_ca_file": "a key"}, **facts)
+        runs.enlist(str(file))
     for _ in range(2):
         (row,) = json.loads(invoke(tmp_path, "list", "--json"))
         assert (row["state"], row["address"]) == ("dead", "tls://127.0.0.1:10")
