@@ -44,8 +44,9 @@ class ClusterRecord:
             return True
         if self.folder is None:
             return None
-        in_job = self.folder.ended is None and scheduler_job(self.folder) is not None
-        return False if in_job else self.folder.lives()  # the queue does not show the job
+        if scheduler_job(self.folder) is not None:  # which the queue does not show
+            return False
+        return self.folder.lives()
 
     def _report(self) -> ClusterReport:
         """Return the cluster's own word; one that is gone tells nothing."""

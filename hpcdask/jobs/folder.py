@@ -99,7 +99,6 @@ class ClusterFolder:
         try:
             make_owned(parent)
             path.mkdir(0o700)
-            path.chmod(0o700)  # whatever the umask or an ACL says
             (path / "logs").mkdir(0o700)
             folder = cls(path, queue, Owner.this(), time.time())
             folder._write()
@@ -123,17 +122,16 @@ class ClusterFolder:
         path = Path(os.path.abspath(path))
         try:
             status = path.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                raise UsageError(f"{path} is not a folder of yours")
-            if status.st_mode & 0o077:
-                raise UsageError(f"{path} is open to others: chmod 700 {path}, if you trust it")
             known = json.loads((path / "cluster.json").read_text())
             owner = Owner(**{field: known[field] for field in ("host", "space", "pid", "start")})
-            return cls(path, known["queue"], owner, known["created"], known["ended"])
-        except UsageError:
-            raise
+            folder = cls(path, known["queue"], owner, known["created"], known["ended"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is not the folder of a cluster: {error}") from None
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            raise UsageError(f"{path} is not a folder of yours")
+        if status.st_mode & 0o077:
+            raise UsageError(f"{path} is open to others: chmod 700 {path}, if you trust it")
+        return folder
 
     def _write(self) -> None:
         times = {"created": self.created, "ended": self.ended}
@@ -279,13 +277,7 @@ def list_clusters(base: str | os.PathLike[str] | None = None) -> list[ClusterFol
     The usual base has links to those in others.
     """
     found = []
-    try:
-        paths = list(base_path(base).iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise UsageError(f"{base_path(base)} cannot be read: {error.strerror}") from None
-    for path in paths:
+    for path in base_path(base).glob("*"):
         with contextlib.suppress(UsageError, OSError):
             target = path.readlink() if path.is_symlink() else path
             if target.name == path.name:

@@ -25,30 +25,23 @@ ANSWER_S, QUEUE_S = 2.0, 4.0
 
 def enlist(file: str) -> None:
     """Add the run of a scheduler file to the list. Raises OSError."""
-    link = _link(file)
-    private.make_folders(str(link.parent))
+    path = link(file)
+    private.make_folders(str(path.parent))
     with contextlib.suppress(FileExistsError):
-        link.symlink_to(file)
+        path.symlink_to(file)
 
 
-def _link(file: str) -> Path:
+def link(file: str) -> Path:
+    """Return the path of the link to a scheduler file."""
     return Path(home_folder(), "runs", hashlib.sha256(os.fsencode(file)).hexdigest()[:16])
-
-
-def unlist(file: str, address: str) -> None:
-    """Take the run at an address off the list, unless a later run has its file."""
-    with contextlib.suppress(SchedulerFileError):
-        if scheduler_file.read(file)["address"] != address:
-            return
-    private.remove(str(_link(file)))
 
 
 def listed() -> list[Run]:
     """Return the runs on the list, oldest first."""
     found = []
-    for link in Path(home_folder(), "runs").glob("*"):
+    for path in Path(home_folder(), "runs").glob("*"):
         with contextlib.suppress(OSError, SchedulerFileError, KeyError):
-            content = scheduler_file.read(file := os.readlink(link))
+            content = scheduler_file.read(file := os.readlink(path))
             own = content["hpcdask"]
             job, workers = (own["job"] or "").partition(".r")[0], len(own.get("doors", ()))
             facts = own["owner"], own["queue"], job, own["started"], own["program"], workers
@@ -103,7 +96,7 @@ class Run:
         state, why = await self.look()
         if state != "dead":
             return ""
-        unlist(self.file, self.address)
+        private.remove(str(link(self.file)))
         scheduler_file.remove(self.file, self.address)
         return why
 

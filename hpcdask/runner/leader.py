@@ -330,7 +330,6 @@ class Leader:
 
     async def _take_down(self, code: int, seconds: float) -> None:
         """End the workers and the other ranks, then the scheduler; this rank is the last."""
-        self.files.unlist()
         self.program.signal(signal.SIGKILL)
         for line in await self.scheduler.end_soon(on_device=self.on_device):
             say(line)

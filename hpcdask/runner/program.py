@@ -95,6 +95,7 @@ class RunFiles:
     def publish(self, nannies: Mapping[str, str]) -> None:
         """List the run on this node and for `hpcdask list`."""
         if self.asked:
+            self._agent.clean(str(runs.link(self.asked)))
             with contextlib.suppress(OSError):  # then it is not listed
                 runs.enlist(self.asked)
         with contextlib.suppress(OSError):  # then it is found by its file only
@@ -110,11 +111,6 @@ class RunFiles:
             with contextlib.suppress(OSError, SchedulerFileError):  # somebody has removed it
                 scheduler_file.note(path, doors=nannies, parts=self._agent.parts)
         self._nannies = dict(nannies)
-
-    def unlist(self) -> None:
-        """Take the run off `hpcdask list`, which would else take it for one that was killed."""
-        if self.asked in self._paths:
-            runs.unlist(self.asked, self._address)
 
     def remove(self) -> None:
         """Remove what lies outside of the rank's folder."""

@@ -322,8 +322,10 @@ def test_a_list_changes_nothing_and_down_removes_what_a_killed_run_left(
     for _ in range(2):
         (row,) = json.loads(invoke(tmp_path, "list", "--json"))
         assert (row["state"], row["address"]) == ("dead", "tls://127.0.0.1:10")
+        assert row["why"].startswith("killed: its rank 0 (process ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.json", "cluster.json.keys"]
-    assert f"{file}: removed, with its keys" in invoke(tmp_path, "down", "--dead", "--yes")
+    said = invoke(tmp_path, "down", "--dead", "--yes")
+    assert f"{file}: removed, with its keys; its rank 0 (process " in said
     assert not list(tmp_path.iterdir())
     assert json.loads(invoke(tmp_path, "list", "--json")) == []
 

@@ -21,7 +21,6 @@ from hpcdask.clusters.display import JobTable
 from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, UsageError, root_cause
 from hpcdask.gpu.monitor import GpuTable
 from hpcdask.jobs import detached
-from hpcdask.jobs.detached import ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import say
 from hpcdask.queues.registry import systems
@@ -94,8 +93,6 @@ class AttachedCluster(BaseCluster):
         await self._ask("status")
         if record.gpus:
             self._exits.enter_context(suiting_devices())
-        for callback in self.periodic_callbacks.values():
-            callback.start()
         self.status = State.running
         self._follower = asyncio.create_task(self._follow())
         if record.idle_timeout_s is not None and self._making is None:
@@ -262,7 +259,6 @@ def attach(
     folder: str | None = None,
     timeout: float = START_TIMEOUT_S,
     asynchronous: bool = False,
-    loop: Any = None,
     system: str | None = None,
     **keywords: Any,
 ) -> AttachedCluster:
@@ -278,8 +274,6 @@ def attach(
         Seconds to wait for a scheduler's job that is still in the queue.
     asynchronous
         Use it with ``async with``.
-    loop
-        Event loop. Default: a new one in a thread.
     system
         Queueing system, such as ``"slurm"``, for a cluster that is made if it does not run.
     **keywords
@@ -298,15 +292,12 @@ def attach(
     """
     if system not in (None, *systems()):
         raise UsageError(f"system={system!r} is not one of {', '.join(systems())}")
-    options: dict[str, Any] = {"asynchronous": asynchronous, "loop": loop}
     try:
         found = detached.find(name, folder)
-        if found.ended is None:
-            return AttachedCluster(found, timeout=timeout, **options)
-        record = ControlRecord.read(found)
-        raise ended(found, record.why if record else "")
+        if found.ended is None or system is None:
+            return AttachedCluster(found, timeout=timeout, asynchronous=asynchronous)
     except (UsageError, ClusterError):
         if system is None:
             raise
-    made: Any = class_of(system)(name=name, detached=True, **options, **keywords)
+    made: Any = class_of(system)(name=name, detached=True, asynchronous=asynchronous, **keywords)
     return made  # type: ignore[no-any-return]

@@ -33,7 +33,7 @@ from hpcdask.process import signal_name
 from hpcdask.queues.registry import queue_class
 from hpcdask.upstream import distributed as upstream
 
-from .process import BEGAN, ControlRequest
+from .process import ControlRequest
 from .protocol import OPERATION, Status, from_error
 
 #: Seconds before the walltime at which the cluster ends, and at which all are warned; at most a
@@ -62,7 +62,7 @@ class Control:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._adaptive: Adaptive | None = None
         self._used = time.monotonic()
-        self._began = float(os.environ.pop(BEGAN, time.time()))
+        self._began = time.time()
         self._warned = False
 
     async def run(self) -> None:

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 #: The module that is the cluster's process.
 PROGRAM = "hpcdask.clusters.detached.control"
-#: Variable with the unix time at which the scheduler's job began.
-BEGAN = "HPCDASK_CONTROL_BEGAN"
 #: Seconds without clients, attached notebooks and Dask tasks after which a cluster ends.
 IDLE_TIMEOUT_S = 3600.0
 #: Defaults of the scheduler's job.
@@ -101,7 +99,6 @@ class Making:
         command = f"{job.python} -P -m {PROGRAM} {shlex.quote(str(folder.path))}"
         preamble = [
             f"umask 077; exec >>{log} 2>&1; umask {umask():04o}",
-            f"export {BEGAN}=$(date +%s)",
             "trap : TERM INT HUP USR2  # the process below gets it, too, and ends all in order",
             "trap '' USR1  # by Grid Engine before it stops a job",
         ]
@@ -133,9 +130,10 @@ def read_request(cls: type[JobCluster], given: Mapping[str, Any]) -> Making:
     on_node = scheduler_job is not None
     section = read_section(queue.jobqueue, keywords.get("config_name"))
     if on_node and keywords.get("scheduler_options") is None:  # interfaces are a login node's
-        options = dict(section.get("scheduler-options") or {})
-        options.pop("interface", None)
-        keywords["scheduler_options"] = options
+        options = section.get("scheduler-options") or {}
+        keywords["scheduler_options"] = {
+            name: value for name, value in options.items() if name != "interface"
+        }
     cluster = ClusterOptions.read(cls, {**keywords, "name": name}, on_node=on_node)
     if on_node or any(group.n_workers for group in cluster.groups.values()):
         cluster.queue.check()
@@ -238,22 +236,24 @@ async def end(folder: ClusterFolder, why: str) -> None:
     record = await asyncio.to_thread(ControlRecord.read, folder)
     if folder.ended is not None or record is None:
         return
-    # a process that runs reads the record, and ends all in order
-    stop_s = 0.0 if record.state == SUBMITTED else SEE_END_S
+    # a cluster that only starts is held by the process that makes it
+    starts, owner = record.state == SUBMITTED, folder.owner
+    # one that runs reads the record, and ends all in order
+    stop_s = 0.0 if starts else SEE_END_S
     began, problem = time.monotonic(), ""
     if record.state != ENDING:
-        with contextlib.suppress(OSError):  # a full disk: it is stopped
+        with contextlib.suppress(OSError):  # a full disk
             dataclasses.replace(record, state=ENDING, why=why).write(folder)
     while (passed_s := time.monotonic() - began) < END_TIMEOUT_S:
         try:
             if passed_s >= stop_s:
-                await _stop(folder, record)
                 stop_s = math.inf
+                await detached.cancel_scheduler(folder)
+                if not starts and owner.lives():
+                    os.kill(owner.pid, signal.SIGTERM)
             now = ClusterFolder.open(folder.path)
             seen = await detached.settle(now)  # its process may have died
-            # a cluster that only starts is held by the process that makes it
-            may_stay = seen.job is None and record.state == SUBMITTED
-            if now.ended is not None and (may_stay or not seen.there):
+            if now.ended is not None and (not seen.there or (starts and seen.job is None)):
                 return
             problem = ""
         except NotHere:
@@ -262,25 +262,12 @@ async def end(folder: ClusterFolder, why: str) -> None:
             problem = f" ({error})"
         await asyncio.sleep(END_PAUSE_S)
     raise ClusterError(
-        f"{folder.name} has not ended within {END_TIMEOUT_S:g} s{problem}{detached.see_log(folder)}"
+        f"{folder.name}, process {owner.pid} on {owner.host}, has not ended within "
+        f"{END_TIMEOUT_S:g} s{problem}{detached.see_log(folder)}"
     )
-
-
-async def _stop(folder: ClusterFolder, record: ControlRecord) -> None:
-    """End a scheduler that waits in the queue or does not answer."""
-    owner = folder.owner
-    if detached.scheduler_job(folder) is not None:
-        await detached.cancel_scheduler(folder)
-    elif (lives := owner.lives()) is None:
-        raise ClusterError(
-            f"{folder.name} is a process of {owner.host} and does not answer: there, try "
-            f"hpcdask down {folder.name}"
-        )
-    elif lives and record.state == RUNNING:
-        os.kill(owner.pid, signal.SIGTERM)
 
 
 def ended(folder: ClusterFolder, why: str) -> ClusterError:
     """Return the error on a cluster that is over."""
-    text = f"the cluster {folder.name} has ended: {why or 'cleaned up'}"
+    text = f"the cluster {folder.name} has ended: {why}"
     return ClusterError(f"{text}{detached.see_log(folder)}")
