@@ -60,7 +60,10 @@ class Notebook:
 def pretend(folder: ClusterFolder, **facts: object) -> None:
     """Have a cluster's folder tell other facts, such as of an end long ago."""
     path = folder.path / "cluster.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+    known = json.loads(path.read_text())
+    owner = dict(zip(("host", "space", "pid", "start"), known["owner"].split(), strict=True))
+    known["owner"] = " ".join(str(facts.pop(name, value)) for name, value in owner.items())
+    path.write_text(json.dumps(known | facts))
 
 
 def main(base: str, name: str, count: str, *options: str) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+from distributed import Security
 
 from hpcdask.security.credentials import load_credentials, to_security
 
 from .folder import list_clusters
-
-if TYPE_CHECKING:
-    from distributed import Security
 
 
 def load_security(info: Mapping[str, str]) -> Security | None:

@@ -107,45 +107,41 @@ async def survey(base: str | None) -> tuple[list[ClusterRecord], dict[str, Queue
     used = {cluster.queue for cluster in clusters.values()}
     # a system that is used comes first: another one's commands may be wrappers around its own
     names = sorted(systems(), key=lambda name: name not in used)
-    answers = await asyncio.gather(*(_ask(name, name in used) for name in names))
-    by_system = dict(zip(names, answers, strict=True))
-    silent = all(queue_class(name).is_local for name in names if isinstance(by_system[name], dict))
-    for system, answer in by_system.items():
+    queues = {name: queue_class(name)() for name in names}
+    for name in queues.keys() - used:
+        queues[name].timeout_s = GUESS_TIMEOUT_S
+    answers = dict(zip(names, await asyncio.gather(*map(_ask, queues.values())), strict=True))
+    silent = all(queues[name].is_local or isinstance(answers[name], HpcdaskError) for name in names)
+    for system, answer in answers.items():
         if isinstance(answer, HpcdaskError):
             if system in used:
                 problems[system] = QueueError(answer)
             elif silent and not isinstance(answer, UsageError):  # its commands are here
                 say(f"warning: {answer}")
             continue
-        for job_id, (tag, seen) in answer.items():
+        for tag, job in answer:
             name, group = parse_tag(tag)
-            if (of := folders.get(name.removeprefix(SCHEDULER))) and of.name != name:
+            if name.startswith(SCHEDULER) and (of := folders.get(name.removeprefix(SCHEDULER))):
                 # the scheduler of a detached cluster, which is its notebook, as it were
-                clusters.setdefault(of.name, ClusterRecord(of.name, system, of)).scheduler = seen
+                clusters.setdefault(of.name, ClusterRecord(of.name, system, of)).scheduler = job
                 continue
-            found = clusters.setdefault(name, ClusterRecord(name, system, folders.get(name)))
-            if found.queue == system:
-                found.jobs[job_id] = seen
-                found.groups[job_id] = group
+            cluster = clusters.setdefault(name, ClusterRecord(name, system, folders.get(name)))
+            if cluster.queue == system:
+                cluster.jobs[job.id] = job
+                cluster.groups[job.id] = group
     return list(clusters.values()), problems
 
 
-async def _ask(name: str, used: bool) -> dict[str, tuple[str, QueueStatus]] | HpcdaskError:
-    """Return the jobs with a tag of hpcdask that are not over, by id."""
-    queue: Queue = queue_class(name)()
-    if not used:
-        queue.timeout_s = GUESS_TIMEOUT_S
+async def _ask(queue: Queue) -> list[tuple[str, QueueStatus]] | HpcdaskError:
+    """Return the jobs of hpcdask that are not over, with their tags."""
     try:
         queue.check("The other systems are shown")
         tags = await queue.tagged()
-        seen = await queue.query(tags) if tags else {}
+        jobs = await queue.query(tags) if tags else {}
     except HpcdaskError as error:
         return error
     except Exception as error:  # an answer that makes no sense must not hide the other systems'
         text = f"{queue.title} answered what hpcdask does not understand"
         return QueueError(f"{text} ({type(error).__name__}: {error}). The other systems are shown")
-    return {
-        job_id: (tags[job_id], job)
-        for job_id, job in seen.items()
-        if job_id in tags and job.state not in OVER
-    }
+    found = [job for job in jobs.values() if job.state not in OVER]
+    return [(tags[job.id], job) for job in found if job.id in tags]

@@ -27,13 +27,12 @@ import stat
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdask.errors import UsageError
 from hpcdask.process import home_folder, owner_lives, owner_text
 from hpcdask.security.private import make_folders, others_may_write, refuse_open, write_private
-from hpcdask.spec.records import Record
 
 from .state import ClusterReport
 
@@ -41,28 +40,20 @@ from .state import ClusterReport
 BATCH = "submit-"
 
 
-@dataclass(frozen=True)
-class Owner(Record):
-    """The process that holds a cluster or run.
+class Owner(str):
+    """Process that holds a cluster or run, as `owner_text` names it."""
 
-    `space` is its process id namespace: a process id means something only within host and
-    namespace. `start` is when it started, in the kernel's ticks.
-    """
+    @property
+    def host(self) -> str:
+        return self.split()[0]
 
-    host: str
-    space: str
-    pid: int
-    start: str
-
-    @classmethod
-    def this(cls) -> Owner:
-        """Return this process."""
-        host, space, pid, start = owner_text().split()
-        return cls(host, space, int(pid), start)
+    @property
+    def pid(self) -> int:
+        return int(self.split()[2])
 
     def lives(self) -> bool | None:
         """Return whether it still runs; None if that cannot be seen from here."""
-        return owner_lives(f"{self.host} {self.space} {self.pid} {self.start}")
+        return owner_lives(self)
 
 
 @dataclass(eq=False)
@@ -100,7 +91,7 @@ class ClusterFolder:
             make_owned(parent)
             path.mkdir(0o700)
             (path / "logs").mkdir(0o700)
-            folder = cls(path, queue, Owner.this(), time.time())
+            folder = cls(path, queue, Owner(owner_text()), time.time())
             folder._write()
         except OSError as error:
             raise UsageError(
@@ -123,8 +114,8 @@ class ClusterFolder:
         try:
             status = path.lstat()
             known = json.loads((path / "cluster.json").read_text())
-            owner = Owner(**{field: known[field] for field in ("host", "space", "pid", "start")})
-            folder = cls(path, known["queue"], owner, known["created"], known["ended"])
+            known["owner"] = Owner(known["owner"])
+            folder = cls(path, **known)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} is not the folder of a cluster: {error}") from None
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
@@ -134,13 +125,13 @@ class ClusterFolder:
         return folder
 
     def _write(self) -> None:
-        times = {"created": self.created, "ended": self.ended}
-        content = {"queue": self.queue, **asdict(self.owner), **times}
+        names = ("queue", "owner", "created", "ended")
+        content = {name: getattr(self, name) for name in names}
         write_private(str(self.path / "cluster.json"), json.dumps(content, indent=2))
 
     def take_over(self) -> None:
         """Make this process the one that holds the cluster."""
-        self.owner = Owner.this()
+        self.owner = Owner(owner_text())
         self._write()
 
     def write_report(self, report: ClusterReport) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 from hpcdask.client import scheduler_file
 from hpcdask.errors import HpcdaskError, SchedulerFileError
 from hpcdask.logs import plural
-from hpcdask.process import home_folder, owner_lives
+from hpcdask.process import home_folder
 from hpcdask.queues.job_state import OVER
 from hpcdask.queues.registry import queue_class
 from hpcdask.security import private
+
+from .folder import Owner
 
 #: Seconds that a scheduler, and a command of a queueing system, have to answer.
 ANSWER_S, QUEUE_S = 2.0, 4.0
@@ -44,7 +46,7 @@ def listed() -> list[Run]:
             content = scheduler_file.read(file := os.readlink(path))
             own = content["hpcdask"]
             job, workers = (own["job"] or "").partition(".r")[0], len(own.get("doors", ()))
-            facts = own["owner"], own["queue"], job, own["started"], own["program"], workers
+            facts = Owner(own["owner"]), own["queue"], job, own["started"], own["program"], workers
             found.append(Run(file, content["address"], *facts))
     return sorted(found, key=lambda run: run.started)
 
@@ -58,7 +60,7 @@ class Run:
 
     file: str
     address: str
-    owner: str
+    owner: Owner
     queue: str
     job: str
     started: float
@@ -67,10 +69,9 @@ class Run:
 
     async def look(self) -> tuple[str, str]:
         """Return "running", or "dead" or "unknown" and why, as far as is seen from here."""
-        host, _, pid, _ = self.owner.split()
-        lives = owner_lives(self.owner)
+        lives = self.owner.lives()
         if lives is False:
-            return "dead", f"its rank 0 (process {pid} on {host}) is gone"
+            return "dead", f"its rank 0 (process {self.owner.pid} on {self.owner.host}) is gone"
         if lives is None:
             lives = await asyncio.to_thread(self._answers)
         if lives:
@@ -103,7 +104,7 @@ class Run:
     async def row(self) -> dict[str, Any]:
         """Return the run as a row of `hpcdask list`."""
         state, why = await self.look()
-        host, _, pid, _ = self.owner.split()
+        host = self.owner.host
         where = ", ".join(filter(None, [self.program, f"{self.file} on {host}"]))
         notes = {
             "running": f"{plural(self.workers, 'worker')}, {where}",
@@ -112,7 +113,7 @@ class Run:
         }
         return {
             "name": os.path.basename(self.file),
-            "id": f"{host}-{pid}",
+            "id": f"{host}-{self.owner.pid}",
             "kind": "run",
             "state": state,
             "queue": self.queue,

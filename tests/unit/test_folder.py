@@ -8,7 +8,6 @@ import pwd
 import subprocess
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 from fake_notebook import pretend
 from hpcdask.errors import UsageError
 from hpcdask.jobs.detached import ControlRecord, named
-from hpcdask.jobs.folder import ClusterFolder, Owner, base_path, list_clusters, prune
+from hpcdask.jobs.folder import ClusterFolder, base_path, list_clusters, prune
 from hpcdask.security.credentials import create_credentials, load_credentials, save_credentials
 
 
@@ -76,7 +75,7 @@ def test_a_folder_elsewhere_is_known_at_home(tmp_path):
     made = ClusterFolder.create("ab-1", "slurm", tmp_path / "scratch")
     (found,) = list_clusters()
     assert (found.path, found.queue, found.tag) == (made.path, "slurm", "hpcdask:ab-1")
-    assert (found.owner, found.created, found.ended) == (Owner.this(), made.created, None)
+    assert (found.owner, found.created, found.ended) == (made.owner, made.created, None)
     assert sorted(usual.iterdir()) == [usual / "ab-1"]
     pretend(made, ended=time.time() - 31 * 86400)
     assert prune() == ["ab-1"]
@@ -205,10 +204,10 @@ def test_keys_go_when_the_cluster_ends(cluster):
 def test_whether_the_notebook_lives(cluster):
     assert ClusterFolder.open(cluster.path).lives() is True
     with subprocess.Popen(["true"]) as gone:
-        cluster.owner = replace(Owner.this(), pid=gone.pid)
-    assert cluster.lives() is False
-    cluster.owner = replace(Owner.this(), host="elsewhere")
-    assert cluster.lives() is None
+        pretend(cluster, pid=gone.pid)
+    assert ClusterFolder.open(cluster.path).lives() is False
+    pretend(cluster, host="elsewhere")
+    assert ClusterFolder.open(cluster.path).lives() is None
     cluster.mark_ended()
     assert cluster.lives() is False
 
