@@ -27,7 +27,7 @@ from hpcdask.queues.registry import systems
 from hpcdask.security.credentials import load_credentials, to_security
 from hpcdask.spec.parsing import parse_seconds
 
-from .process import Making, await_running, end, ended, read_request, start
+from .process import Start, await_running, end, ended, prepare
 from .protocol import Status, ask, to_error
 
 #: Seconds between two requests for a detached cluster's status, to connect to it, and for an answer
@@ -53,23 +53,22 @@ class AttachedCluster(BaseCluster):
 
     def __init__(
         self,
-        folder: ClusterFolder | None,
-        making: Making | None = None,
+        folder: ClusterFolder,
+        start: Start | None = None,
         *,
         timeout: float = START_TIMEOUT_S,
         asynchronous: bool = False,
         loop: Any = None,
     ) -> None:
-        self._making = making
-        self._folder = folder
+        self._folder: ClusterFolder = folder
+        self._start_process = start
         self._timeout_s = timeout
         # an object that attaches prints messages from now on only
-        self._seen = Status(told=0 if making else 1 << 30)
+        self._seen = Status(told=0 if start else 1 << 30)
         self._failure: HpcdaskError | None = None
         self._follower: asyncio.Task[None] | None = None
         self.security = Security()
-        name = making.record.name if making else None
-        super().__init__(asynchronous=asynchronous, loop=loop, name=name)
+        super().__init__(asynchronous=asynchronous, loop=loop, name=folder.name)
         self._begin()
 
     # Start and end
@@ -78,9 +77,8 @@ class AttachedCluster(BaseCluster):
         if self.status != State.created:
             return
         self.status = State.starting
-        if self._folder is None:
-            assert self._making is not None
-            self._folder = await start(self._making)
+        if self._start_process is not None:
+            await self._start_process()
         self.id = self._folder.name
         record = await await_running(self._folder, self._timeout_s)
         self.name = record.name
@@ -95,7 +93,7 @@ class AttachedCluster(BaseCluster):
             self._exits.enter_context(suiting_devices())
         self.status = State.running
         self._follower = asyncio.create_task(self._follow())
-        if record.idle_timeout_s is not None and self._making is None:
+        if record.idle_timeout_s is not None and self._start_process is None:
             say(
                 f"attached to {record.name}. It ends after "
                 f"{timedelta(seconds=record.idle_timeout_s)} without clients, attached notebooks "
@@ -127,7 +125,6 @@ class AttachedCluster(BaseCluster):
         return result
 
     async def _shutdown(self) -> None:
-        assert self._folder is not None
         if self._follower is not None:
             self._follower.cancel()
         self.status = State.closing  # so that its clients do not try to come back
@@ -174,7 +171,6 @@ class AttachedCluster(BaseCluster):
     async def _why_lost(self, error: OSError) -> HpcdaskError:
         """Return why the cluster does not answer, and end its jobs; NoAnswer: it may come back."""
         folder = self._folder
-        assert folder is not None
         why, advice = "", f"See whether this machine reaches it{detached.see_log(folder)}"
         try:
             why = (await detached.settle(folder)).why
@@ -221,7 +217,6 @@ class AttachedCluster(BaseCluster):
         name = groups[0] if group is None else group
         if name not in groups:
             raise UsageError(f"job_script: no group {name}. There are {', '.join(groups)}")
-        assert self._folder is not None
         return self._folder.script(name).read_text()
 
     def jobs(self) -> JobTable:
@@ -239,17 +234,14 @@ class AttachedCluster(BaseCluster):
         """Return the names of the workers that are wanted."""
         return set(self._seen.requested)
 
-    #: Names of the workers that are asked for.
-    requested = plan
-
 
 def make(cls: type[JobCluster], keywords: dict[str, Any]) -> AttachedCluster:
     """Make a detached cluster of this class, and attach to it."""
     asynchronous, loop = keywords.get("asynchronous", False), keywords.get("loop")
     timeout = parse_seconds(keywords.pop("scheduler_timeout", None), "scheduler_timeout")
-    making = read_request(cls, dict(keywords))
+    folder, start = prepare(cls, keywords)
     return AttachedCluster(
-        None, making, timeout=timeout or START_TIMEOUT_S, asynchronous=asynchronous, loop=loop
+        folder, start, timeout=timeout or START_TIMEOUT_S, asynchronous=asynchronous, loop=loop
     )
 
 

@@ -26,11 +26,12 @@ from hpcdask.clusters.controller import SHUT_DOWN
 from hpcdask.clusters.display import FROM_LOGIN_NODE
 from hpcdask.errors import ClusterError, HpcdaskError, UsageError
 from hpcdask.jobs import detached
-from hpcdask.jobs.detached import ENDED, ENDING, RUNNING, SUBMITTED, VERSION, ControlRecord
+from hpcdask.jobs.detached import ControlRecord
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import complain, say, set_log_level
 from hpcdask.process import signal_name
 from hpcdask.queues.registry import queue_class
+from hpcdask.security import private
 from hpcdask.upstream import distributed as upstream
 
 from .process import ControlRequest
@@ -75,7 +76,7 @@ class Control:
         self.scheduler.handlers[OPERATION] = self.answer
         await self._look()  # its end may have been noted while it started
         gpus = any(group.on_gpu for group in self.cluster.groups.values())
-        self._publish(state=RUNNING, address=self.scheduler.address, gpus=gpus)
+        self._publish(state=detached.RUNNING, address=self.scheduler.address, gpus=gpus)
         say(f"the scheduler of {self.folder.name} is at {self.scheduler.address}")
         while not self.ended.done():
             await asyncio.wait([self.ended], timeout=LOOK_S)
@@ -83,7 +84,7 @@ class Control:
         why = self.ended.result()
         say(f"the cluster ends: {why}")
         with contextlib.suppress(OSError):  # a full disk does not keep it from its end
-            self._publish(state=ENDING, why=why)
+            self._publish(state=detached.ENDING, why=why)
         ended = ClusterError(f"the cluster {self.record.name} has ended: {why}")
         if retire.fail_waiting(self.scheduler, ended, states=(*retire.WAITING, "processing")):
             await asyncio.sleep(TELL_S)
@@ -108,7 +109,7 @@ class Control:
         limit_s, walltime_s = self.record.idle_timeout_s, self.record.walltime_s
         with contextlib.suppress(UsageError):
             record = await asyncio.to_thread(ControlRecord.read, self.folder)
-            if record is not None and record.state == ENDING:
+            if record is not None and record.state == detached.ENDING:
                 self.end(record.why)
         if str(self.cluster.failure) == SHUT_DOWN:
             self.end("its scheduler was shut down, such as by Client.shutdown")
@@ -146,7 +147,7 @@ class Control:
     async def answer(self, version: int, request: str) -> dict[str, Any]:
         """Carry out a request, and return the status or the error."""
         try:
-            if version != VERSION:
+            if version != detached.VERSION:
                 raise UsageError(
                     f"the cluster {self.record.name} is of another release of hpcdask: attach "
                     f"with the one that made it"
@@ -186,7 +187,7 @@ async def clean_up(folder: ClusterFolder, record: ControlRecord, code: int | Non
 
     Raises HpcdaskError if the queue does not answer, or jobs do not end.
     """
-    if record.state == ENDED:
+    if record.state == detached.ENDED:
         return
     if code is None:
         why = "its scheduler's job was started again by the queue, which lost what it held"
@@ -195,7 +196,7 @@ async def clean_up(folder: ClusterFolder, record: ControlRecord, code: int | Non
         why = f"its process died with exit code {code}{how}"
     complain(why)
     with contextlib.suppress(OSError):  # once this job is over, a notebook ends all
-        dataclasses.replace(record, state=ENDING, why=record.why or why).write(folder)
+        dataclasses.replace(record, state=detached.ENDING, why=record.why or why).write(folder)
     await detached.finish(folder, why, say)
 
 
@@ -204,19 +205,20 @@ async def run(folder: ClusterFolder, code: int | None = None) -> None:
 
     Raises HpcdaskError if it fails, unless nothing is left of it.
     """
-    if (record := ControlRecord.read(folder)) is None:
-        raise UsageError(f"{folder.path} is not the folder of a detached cluster")
-    if code is not None or record.state != SUBMITTED:
+    record = ControlRecord.read(folder)
+    assert record is not None
+    if code is not None or record.state != detached.SUBMITTED:
         await clean_up(folder, record, code)
         return
     try:
-        request = ControlRequest.load(folder)
+        known = json.loads(private.read(str(folder.path / detached.REQUEST)))
+        request = ControlRequest.from_json(known)
         folder.take_over()
         dask.config.update(dask.config.config, request.config)
         set_log_level()
         await Control(folder, record, request.keywords).run()
     except HpcdaskError as error:
-        if (ControlRecord.read(folder) or record).state != SUBMITTED:
+        if (ControlRecord.read(folder) or record).state != detached.SUBMITTED:
             raise
         complain(error)
         detached.mark_ended(folder, f"it could not start: {error}")

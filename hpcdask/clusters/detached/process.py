@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +22,7 @@ import dask.config
 from hpcdask.clusters.options import ClusterOptions, JobOptions, read_job_options, read_section
 from hpcdask.errors import ClusterError, NotHere, QueueError, UsageError
 from hpcdask.jobs import detached
-from hpcdask.jobs.detached import (
-    ENDING,
-    JOB_ID,
-    REQUEST,
-    RUNNING,
-    SUBMITTED,
-    ControlRecord,
-    control_log,
-    scheduler_tag,
-)
+from hpcdask.jobs.detached import ControlRecord
 from hpcdask.jobs.folder import ClusterFolder, new_name
 from hpcdask.logs import say
 from hpcdask.process import umask
@@ -47,6 +39,8 @@ if TYPE_CHECKING:
 
 #: The module that is the cluster's process.
 PROGRAM = "hpcdask.clusters.detached.control"
+#: Script in the cluster's folder that starts it.
+SCRIPT = "control.sh"
 #: Seconds without clients, attached notebooks and Dask tasks after which a cluster ends.
 IDLE_TIMEOUT_S = 3600.0
 #: Defaults of the scheduler's job.
@@ -64,65 +58,28 @@ RECORD_PAUSE_S, END_PAUSE_S, QUEUE_PAUSE_S = 0.2, 1.0, 5.0
 
 @dataclass(frozen=True)
 class ControlRequest(Record):
-    """Request that the process of a detached cluster reads.
+    """Keywords of the cluster that a detached cluster's process makes, and Dask's configuration.
 
-    It has the keywords of the cluster that the process makes, and Dask's configuration.
+    It is of the release of the `ControlRecord` beside it.
     """
 
     keywords: dict[str, Any]
     config: dict[str, Any]
 
-    @classmethod
-    def load(cls, folder: ClusterFolder) -> ControlRequest:
-        """Read a folder's request, which has the version of its `ControlRecord`."""
-        return cls.from_json(json.loads(private.read(str(folder.path / REQUEST))))
+
+#: What starts the cluster's process, or submits its job.
+Start = Callable[[], Awaitable[None]]
 
 
-@dataclass(frozen=True)
-class Making:
-    """A detached cluster that is to be made: all is checked, and nothing was started yet.
+def prepare(cls: type[JobCluster], given: Mapping[str, Any]) -> tuple[ClusterFolder, Start]:
+    """Check the keywords of a detached cluster of this class, and make its folder.
 
-    `options` are those of the cluster that its process will make. `scheduler` describes the
-    scheduler's job; None for a process of this host.
-    """
-
-    system: str
-    options: ClusterOptions
-    record: ControlRecord
-    request: ControlRequest
-    scheduler: JobOptions | None
-
-    def script(self, folder: ClusterFolder) -> str:
-        """Return the script that starts the cluster's process, and ends its jobs if that dies."""
-        log = shlex.quote(str(control_log(folder)))
-        job = self.scheduler or next(iter(self.options.groups.values()))
-        command = f"{job.python} -P -m {PROGRAM} {shlex.quote(str(folder.path))}"
-        preamble = [
-            f"umask 077; exec >>{log} 2>&1; umask {umask():04o}",
-            "trap : TERM INT HUP USR2  # the process below gets it, too, and ends all in order",
-            "trap '' USR1  # by Grid Engine before it stops a job",
-        ]
-        lines = (
-            f"{command} & child=$!\nwait $child; code=$?\n"
-            "while kill -0 $child 2>/dev/null; do kill -TERM $child; wait $child; code=$?; done\n"
-            f"[ $code = 0 ] || exec {command} $code"
-        )
-        if self.scheduler is None:
-            return "\n".join(["#!/usr/bin/env bash", *preamble, lines, ""])
-        tag = scheduler_tag(folder)
-        request = job.request(tag, str(folder.path), alone=True, warned=True)
-        return self.options.queue.script(job.job, request, preamble, lines)
-
-
-def read_request(cls: type[JobCluster], given: Mapping[str, Any]) -> Making:
-    """Check the keywords of a detached cluster of this class.
-
-    Raises UsageError if one is unknown or not understood.
+    Raises UsageError if one is unknown or not understood, or the name is taken.
     """
     keywords = {name: value for name, value in given.items() if name not in ONLY_HERE}
     queue = queue_class(cls.queue_name)()
     scheduler_job = keywords.pop("scheduler_job", None if queue.is_local else {})
-    idle = parse_seconds(keywords.pop("idle_timeout", IDLE_TIMEOUT_S), "idle_timeout")
+    idle_s = parse_seconds(keywords.pop("idle_timeout", IDLE_TIMEOUT_S), "idle_timeout")
     if not (name := keywords.pop("name", None)):
         raise UsageError('detached=True: a name is missing, by which you attach: name="…"')
     if scheduler_job is not None and queue.is_local:
@@ -130,21 +87,27 @@ def read_request(cls: type[JobCluster], given: Mapping[str, Any]) -> Making:
     on_node = scheduler_job is not None
     section = read_section(queue.jobqueue, keywords.get("config_name"))
     if on_node and keywords.get("scheduler_options") is None:  # interfaces are a login node's
-        options = section.get("scheduler-options") or {}
+        configured = section.get("scheduler-options") or {}
         keywords["scheduler_options"] = {
-            name: value for name, value in options.items() if name != "interface"
+            name: value for name, value in configured.items() if name != "interface"
         }
-    cluster = ClusterOptions.read(cls, {**keywords, "name": name}, on_node=on_node)
-    if on_node or any(group.n_workers for group in cluster.groups.values()):
-        cluster.queue.check()
+    options = ClusterOptions.read(cls, {**keywords, "name": name}, on_node=on_node)
+    options.queue.check()
     scheduler = _scheduler_job(queue, scheduler_job, keywords, section) if on_node else None
     walltime_s = scheduler.policy.walltime_s if scheduler else None
-    record = ControlRecord(name, idle_timeout_s=idle, walltime_s=walltime_s)
     request = ControlRequest(
         {word: plain(value, f"{word}={value!r}") for word, value in keywords.items()},
         plain(dask.config.config, "Dask's configuration, which it needs,"),
     )
-    return Making(cls.queue_name, cluster, record, request, scheduler)
+    detached.refuse_taken(name, options.base)
+    folder = ClusterFolder.create(new_name(name), cls.queue_name, options.base)
+    with _marked_if_it_fails(folder):
+        ControlRecord(name, idle_timeout_s=idle_s, walltime_s=walltime_s).write(folder)
+        text = json.dumps(request.to_json())
+        private.write_private(str(folder.path / detached.REQUEST), text)
+        private.write_private(str(folder.path / SCRIPT), _script(folder, options, scheduler))
+        (folder.path / SCRIPT).chmod(0o700)
+    return folder, functools.partial(_start, folder, options.queue if on_node else None)
 
 
 def _scheduler_job(
@@ -171,28 +134,48 @@ def _scheduler_job(
         raise UsageError(f"scheduler_job: {error}") from None
 
 
-async def start(making: Making) -> ClusterFolder:
-    """Make a cluster's folder, and submit the scheduler's job or start its process."""
-    name, base = making.record.name, making.options.base
-    await asyncio.to_thread(detached.refuse_taken, name, base)
-    folder = await asyncio.to_thread(ClusterFolder.create, new_name(name), making.system, base)
-    script = folder.path / "control.sh"
-    try:
-        making.record.write(folder)
-        private.write_private(str(folder.path / REQUEST), json.dumps(making.request.to_json()))
-        private.write_private(str(script), making.script(folder))
-        script.chmod(0o700)
-        if making.scheduler is None:  # outside of this process's tree, session and terminal
-            words = ["setsid", "--fork", "bash", str(script)]
+def _script(folder: ClusterFolder, options: ClusterOptions, scheduler: JobOptions | None) -> str:
+    """Return the script that starts the cluster's process, and ends its jobs if that dies."""
+    log = shlex.quote(str(detached.control_log(folder)))
+    job = scheduler or next(iter(options.groups.values()))
+    command = f"{job.python} -P -m {PROGRAM} {shlex.quote(str(folder.path))}"
+    preamble = [
+        f"umask 077; exec >>{log} 2>&1; umask {umask():04o}",
+        "trap : TERM INT HUP USR2  # the process below gets it, too, and ends all in order",
+        "trap '' USR1  # by Grid Engine before it stops a job",
+    ]
+    lines = (
+        f"{command} & child=$!\nwait $child; code=$?\n"
+        "while kill -0 $child 2>/dev/null; do kill -TERM $child; wait $child; code=$?; done\n"
+        f"[ $code = 0 ] || exec {command} $code"
+    )
+    if scheduler is None:
+        return "\n".join(["#!/usr/bin/env bash", *preamble, lines, ""])
+    tag = detached.scheduler_tag(folder)
+    request = job.request(tag, str(folder.path), alone=True, warned=True)
+    return options.queue.script(job.job, request, preamble, lines)
+
+
+async def _start(folder: ClusterFolder, queue: Queue | None) -> None:
+    """Submit the scheduler's job to a queue, or start its process here."""
+    script = str(folder.path / SCRIPT)
+    with _marked_if_it_fails(folder):
+        if queue is None:  # outside of this process's tree, session and terminal
+            words = ["setsid", "--fork", "bash", script]
             quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             await asyncio.to_thread(lambda: subprocess.run(words, check=True, timeout=60, **quiet))
         else:
-            (job_id,) = await making.options.queue.submit(str(script), 1)
-            private.write_private(str(folder.path / JOB_ID), job_id)
+            (job_id,) = await queue.submit(script, 1)
+            private.write_private(str(folder.path / detached.JOB_ID), job_id)
+
+
+@contextlib.contextmanager
+def _marked_if_it_fails(folder: ClusterFolder) -> Iterator[None]:
+    try:
+        yield
     except BaseException as error:
         detached.mark_ended(folder, f"its scheduler could not be started: {error}")
         raise
-    return folder
 
 
 async def await_running(folder: ClusterFolder, timeout_s: float) -> ControlRecord:
@@ -203,8 +186,8 @@ async def await_running(folder: ClusterFolder, timeout_s: float) -> ControlRecor
     deadline, asked, told = time.monotonic() + timeout_s, 0.0, ""
     while True:
         record = await asyncio.to_thread(ControlRecord.read, folder)
-        if record is not None and record.state == RUNNING:  # whether it lives, the connection shows
-            return record
+        if record is not None and record.state == detached.RUNNING:
+            return record  # whether it lives, the connection shows
         if time.monotonic() - asked > QUEUE_PAUSE_S:
             asked, waits = time.monotonic(), told
             try:
@@ -237,13 +220,13 @@ async def end(folder: ClusterFolder, why: str) -> None:
     if folder.ended is not None or record is None:
         return
     # a cluster that only starts is held by the process that makes it
-    starts, owner = record.state == SUBMITTED, folder.owner
+    starts, owner = record.state == detached.SUBMITTED, folder.owner
     # one that runs reads the record, and ends all in order
     stop_s = 0.0 if starts else SEE_END_S
     began, problem = time.monotonic(), ""
-    if record.state != ENDING:
+    if record.state != detached.ENDING:
         with contextlib.suppress(OSError):  # a full disk
-            dataclasses.replace(record, state=ENDING, why=why).write(folder)
+            dataclasses.replace(record, state=detached.ENDING, why=why).write(folder)
     while (passed_s := time.monotonic() - began) < END_TIMEOUT_S:
         try:
             if passed_s >= stop_s:
