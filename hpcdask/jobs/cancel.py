@@ -44,8 +44,8 @@ async def end_jobs(
         problem: QueueError | None = None
         try:
             tags = await queue.tagged()
-            live = [one for one, tag in tags.items() if parse_tag(tag)[0] == name]
-            live = [one for one in live if only is None or one in only]
+            ours = [job for job, tag in tags.items() if parse_tag(tag)[0] == name]
+            live = [job for job in ours if only is None or job in only]
             if live:
                 say_once(f"cancelling {' '.join(live)}")
                 await queue.cancel(live)

@@ -162,8 +162,7 @@ def find(name: str, base: str | os.PathLike[str] | None = None) -> ClusterFolder
         return found[0]
     if found:
         ids = ", ".join(folder.name for folder in found)
-        text = f"{len(found)} detached clusters are called {name}: say which by its id: {ids}"
-        raise UsageError(text)
+        raise UsageError(f"several detached clusters are called {name}: say which by id: {ids}")
     names = sorted({record.name for folder, record in known.items() if folder.ended is None})
     there = f"are: {', '.join(names)}" if names else "is none"
     raise UsageError(

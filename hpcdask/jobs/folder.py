@@ -305,9 +305,7 @@ def check_owned(path: Path) -> None:
     if status.st_uid != os.geteuid():
         raise UsageError(f"{path} belongs to another user (uid {status.st_uid}): {yours}")
     if others_may_write(status):
-        shared = status.st_mode & stat.S_ISVTX
-        mend = yours if shared else f"chmod go-w {path}, or {yours}"
-        raise UsageError(f"others may write in {path}: {mend}")
+        raise UsageError(f"others may write in {path}: chmod go-w {path}, or {yours}")
     try:
         refuse_open(str(path))
     except OSError as error:

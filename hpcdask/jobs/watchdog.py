@@ -80,7 +80,6 @@ def main() -> None:
 
     _say("the notebook is gone")
     folder.remove_keys()  # jobs that start only now end at once
-    _say("the keys are removed")
     try:
         queue = queue_class(folder.queue)()
         asyncio.run(end_jobs(queue, folder.name, _say, folder=folder))
