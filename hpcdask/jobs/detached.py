@@ -70,7 +70,7 @@ class ControlRecord(Record):
         """
         path = folder.path / RECORD
         try:
-            known = json.loads(private.read(str(path)))
+            known = json.loads(path.read_text())
             if known.get("version") == VERSION:
                 return cls.from_json(known)
         except FileNotFoundError:

@@ -31,7 +31,6 @@ from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import complain, say, set_log_level
 from hpcdask.process import signal_name
 from hpcdask.queues.registry import queue_class
-from hpcdask.security import private
 from hpcdask.upstream import distributed as upstream
 
 from .process import ControlRequest
@@ -192,8 +191,8 @@ async def clean_up(folder: ClusterFolder, record: ControlRecord, code: int | Non
     if code is None:
         why = "its scheduler's job was started again by the queue, which lost what it held"
     else:
-        how = f", killed by {signal_name(code - 128)}" if code > 128 else ""
-        why = f"its process died with exit code {code}{how}"
+        how = f"killed by {signal_name(code - 128)}" if code > 128 else f"exit code {code}"
+        why = f"its process died: {how}"
     complain(why)
     with contextlib.suppress(OSError):  # once this job is over, a notebook ends all
         dataclasses.replace(record, state=detached.ENDING, why=record.why or why).write(folder)
@@ -211,8 +210,8 @@ async def run(folder: ClusterFolder, code: int | None = None) -> None:
         await clean_up(folder, record, code)
         return
     try:
-        known = json.loads(private.read(str(folder.path / detached.REQUEST)))
-        request = ControlRequest.from_json(known)
+        text = (folder.path / detached.REQUEST).read_text()
+        request = ControlRequest.from_json(json.loads(text))
         folder.take_over()
         dask.config.update(dask.config.config, request.config)
         set_log_level()
