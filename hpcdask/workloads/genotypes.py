@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -36,18 +36,6 @@ TILE_NBYTES: dict[Device, int] = {"cuda": 1 << 28, "cpu": 1 << 20}
 FST, MEAN_MISSING = 0.1, 0.03
 
 
-class Structure(NamedTuple):
-    """Population structure: k singular values, coordinates of the samples on k axes, (k, samples).
-
-    ``variants`` are the numbers kept, dropped because too many samples miss them, and dropped as
-    too rare. Computed together, all three share one reading.
-    """
-
-    s: da.Array
-    v: da.Array
-    variants: da.Array
-
-
 def population_structure(
     path: str | os.PathLike[str],
     k: int,
@@ -59,7 +47,7 @@ def population_structure(
     min_maf: float = MIN_MAF,
     oversample: int = 10,
     max_nbytes: int | None = None,
-) -> Structure:
+) -> tuple[da.Array, da.Array, da.Array]:
     """Find the main axes of variation between samples of a stored genotype matrix.
 
     Parameters
@@ -72,6 +60,13 @@ def population_structure(
         Variants with a larger fraction of missing genotypes are dropped.
     min_maf
         Variants whose rarer allele has a lower frequency are dropped, and those with one allele.
+
+    Returns
+    -------
+    s, v, variants : dask.array.Array
+        The k singular values, coordinates of the samples on k axes, (k, samples), and the numbers
+        of variants kept, dropped because too many samples miss them, and dropped as too rare.
+        Computed together, all three share one reading.
 
     Raises
     ------
@@ -100,7 +95,8 @@ def population_structure(
     limits: dict[str, Any] = {"max_missing": max_missing, "min_maf": min_maf}
     prepare = functools.partial(normalise, **limits)
     _, s, v = svd_rows(x, k, oversample=oversample, prepare=prepare, device=device)
-    return Structure(s, v, count_variants(x, **limits, device=device))
+    how = {"n_chunks": x.numblocks[0], "width": 3, "dtype": np.int64, "device": device}
+    return s, v, sum_of_chunks(_count, x, **limits, **how)
 
 
 def normalise(tile: Any, *, max_missing: float = MAX_MISSING, min_maf: float = MIN_MAF) -> Any:
@@ -117,19 +113,8 @@ def normalise(tile: Any, *, max_missing: float = MAX_MISSING, min_maf: float = M
     return out
 
 
-def count_variants(
-    x: da.Array,
-    *,
-    max_missing: float = MAX_MISSING,
-    min_maf: float = MIN_MAF,
-    device: Device = "cuda",
-) -> da.Array:
-    """Count the variants that `normalise` keeps and drops, as ``variants`` of `Structure`."""
-    how = {"max_missing": max_missing, "min_maf": min_maf, "device": device}
-    return sum_of_chunks(_count, x, n_chunks=x.numblocks[0], width=3, dtype=np.int64, **how)
-
-
 def _count(block: Any, *, max_missing: float, min_maf: float, device: Device) -> NDArray[np.int64]:
+    """Count the variants of a chunk: kept, missing too often, too rare."""
     out = np.zeros((1, 3), np.int64)
     step = max(1, TILE_NBYTES[device] // block.shape[1])
     for start in range(0, block.shape[0], step):
