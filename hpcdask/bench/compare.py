@@ -60,23 +60,6 @@ def load(path: str | Path) -> list[Measurement]:
     return found
 
 
-def compare(before: Sequence[Measurement], after: Sequence[Measurement]) -> list[Change]:
-    """Compare two runs, workload by workload, in the order of the first.
-
-    All times of equal workloads count, so a file may hold several runs. Parts of a workload are
-    told unless they are the same. If nothing is in both, that is a UsageError.
-    """
-    keys = dict.fromkeys(one.key for one in [*before, *after])
-    sides = [[[one for one in run if one.key == key] for run in (before, after)] for key in keys]
-    if not any(old and new for old, new in sides):
-        names = (", ".join(map(_name, run)) for run in (before, after))
-        raise UsageError(
-            "the two runs have no workload in common: before there are {}; after, {}. Sizes, forms "
-            "and devices have to be the same".format(*names)
-        )
-    return [change for old, new in sides for change in _changes(old, new)]
-
-
 def _name(one: Measurement) -> str:
     size = format_bytes(one.nbytes) if one.nbytes else ""
     asked = [
@@ -150,10 +133,19 @@ def _text(seconds: Sequence[float]) -> str:
 def compare_files(before: str | Path, after: str | Path) -> int:
     """Print a comparison of two files of ``hpcdask bench --json``; return 1 if it is for the worse.
 
-    Below the table are the versions, and the hardware's rates, that differ.
+    All times of equal workloads count, so a file may hold several runs. Parts of a workload are
+    told unless they are the same. Below the table are versions and rates that differ.
     """
     old, new = load(before), load(after)
-    changes = compare(old, new)
+    keys = dict.fromkeys(one.key for one in [*old, *new])
+    sides = [[[one for one in run if one.key == key] for run in (old, new)] for key in keys]
+    if not any(earlier and later for earlier, later in sides):
+        names = (", ".join(map(_name, run)) for run in (old, new))
+        raise UsageError(
+            "the two runs have no workload in common: before there are {}; after, {}. Sizes, forms "
+            "and devices have to be the same".format(*names)
+        )
+    changes = [change for earlier, later in sides for change in _changes(earlier, later)]
     heads = ["workload", "before", "after", "ratio", ""]
     click.echo(text_table([heads, *(change.cells() for change in changes)]))
     if any(one.verdict == "unclear" for one in changes):
@@ -166,11 +158,11 @@ def compare_files(before: str | Path, after: str | Path) -> int:
     ]
     if versions:
         click.echo(f"versions: {', '.join(versions)}")
-    earlier, later = (next((one.rates for one in run if one.rates), {}) for run in (old, new))
+    rates = [next((one.rates for one in run if one.rates), {}) for run in (old, new)]
     limits = [
-        f"{name} {hardware_rate(name, earlier[name])} -> {hardware_rate(name, later[name])}"
-        for name in earlier
-        if name in later and not 1 / TOLERANCE <= later[name] / earlier[name] <= TOLERANCE
+        f"{name} {hardware_rate(name, rates[0][name])} -> {hardware_rate(name, rates[1][name])}"
+        for name in rates[0]
+        if name in rates[1] and not 1 / TOLERANCE <= rates[1][name] / rates[0][name] <= TOLERANCE
     ]
     if limits:
         click.echo(f"limits of the hardware: {', '.join(limits)}")

@@ -186,8 +186,7 @@ def execute(
         if found and report_file:
             say(f"report: {report_file}")
         if found and is_terminal():
-            rows = [one.cells() | {"": "wrong" * bool(one.failed)} for one in found]
-            click.echo("\n" + text_table([HEADS, *([row[head] for head in HEADS] for row in rows)]))
+            show(found)
     return int(failed or any(one.failed for one in found))
 
 
@@ -263,3 +262,9 @@ def _tell(found: Measurement, json_file: Path | None) -> None:
     say("; ".join(f"{head} {cell}" for head, cell in (found.cells() | phases).items() if cell))
     for complaint in found.failed:
         say(f"check failed: {complaint}")
+
+
+def show(found: Sequence[Measurement]) -> None:
+    """Print a table with a row for each measurement."""
+    rows = [one.cells() | {"": "wrong" * bool(one.failed)} for one in found]
+    click.echo("\n" + text_table([HEADS, *([row[head] for head in HEADS] for row in rows)]))

@@ -67,7 +67,6 @@ def html(found: Sequence[Measurement], command: str = "") -> str:
         rates=[f"{RATES[name][1]}: {hardware_rate(name, rates[name])}" for name in rates],
         heads=list(dict.fromkeys(head for one in rows for head, text in one.items() if text)),
         times=rows,
-        told=" ".join(text for row in rows for text in row.values()),
         parts=[
             {"workload": one.label, **{name: format_time(s) for name, s in one.phases.items()}}
             for one in phased
