@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import dask
@@ -460,39 +459,6 @@ def test_work_longer_than_the_walltime(folder: Path):
         assert len(cluster.jobs()) <= 2 * (2 + (time.monotonic() - start) / 9)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"memory": 64}, "memory: 64 is 64 bytes, less than an idle worker has"),
-        (
-            {"memory": "1GB", "processes": 16, "cores": 16},
-            "the job's memory for each of its 16 workers on a node: .* is 62,500,000 bytes",
-        ),
-        ({"walltime": "soon"}, "walltime"),
-        ({"interface": "ib7"}, "no interface ib7 with an IPv4 address. It has: .*lo"),
-        ({"gpus_per_job": -1}, "gpus_per_job: -1 is not a whole number of at least 0"),
-        ({"gpus_per_job": 0, "device": "cuda"}, "need at least one"),
-        ({"colour": "red"}, "unknown keyword colour"),
-        ({"worker_command": "dask_cuda.cli"}, "takes the place of dask_cuda.cli"),
-        ({"nanny": False}, "every worker has a nanny"),
-        ({"worker_extra_args": ["--colour", "red"]}, "worker_extra_args: .*--colour"),
-        ({"worker_extra_args": ["--name", "ann"]}, "named after their jobs"),
-        ({"host": "10.0.0.1"}, "host: did you mean scheduler_options="),
-        ({"cores": 0}, "cores: 0 is not a whole number"),
-        ({"poll_interval": timedelta(0)}, "poll_interval: .*0.* is not a time"),
-        (
-            {"job_extra_directives": "--qos=x"},
-            re.escape("job_extra_directives='--qos=x' is a text: give a list, ['--qos=x']"),
-        ),
-        ({"n_workers": -1}, "n_workers: -1 is not a whole number of at least 0"),
-    ],
-)
-def test_bad_input_starts_nothing(folder: Path, keywords: dict, message: str):
-    with pytest.raises(UsageError, match=message):
-        make(folder, **keywords)
-    assert not folder.exists()
-
-
 def test_a_comment_of_ones_own_is_replaced_and_told(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -527,10 +493,11 @@ def test_adapt_counts_in_whole_jobs_and_bad_numbers_submit_nothing(folder: Path)
         for keywords, bounds in [
             ({"minimum": 1, "maximum": 3}, (2, 2)),
             ({"maximum_jobs": 2}, (0, 4)),
-            ({"maximum": 0}, (0, 0)),
+            ({"maximum": 0, "interval": "2 s", "target_duration": 3, "wait_count": 1}, (0, 0)),
         ]:
             adaptive = cluster.adapt(**keywords)
             assert (adaptive.minimum, adaptive.maximum) == bounds
+        assert (adaptive.wait_count, adaptive.interval) == (1, 2)
         assert not cluster.jobs()
     with pytest.raises(UsageError, match="closed"):
         cluster.scale(1)

@@ -221,6 +221,8 @@ CALLS = {
 WITHOUT_GROUPS = {
     "scale(gpu=1)": r"scale: no keyword and no group gpu\. This cluster",
     "adapt(gpu=(0, 1))": "adapt: no keyword and no group gpu",
+    "adapt(max=2)": r"adapt: no keyword and no group max\. Did you mean maximum\? ",
+    "adapt(maximum_workers=2)": "adapt: no keyword and no group maximum_workers",
 }
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,27 @@ def script(folder: Path, **keywords: Any) -> str:
         ({"qqq": 1}, "unknown keyword qqq: There are account, "),
         ({"device": "gpu"}, "device: 'gpu' is not one of auto, cuda, cpu"),
         ({"memory_limit": "1kB"}, "memory_limit: '1kB' is 1,000 bytes"),
+        ({"memory": 64}, "memory: 64 is 64 bytes, less than an idle worker has"),
+        (
+            {"memory": "1GB", "processes": 16, "cores": 16, "device": "cpu"},
+            "the job's memory for each of its 16 workers on a node: 62500000 is 62,500,000",
+        ),
+        ({"interface": "ib7"}, "no interface ib7 with an IPv4 address. It has: lo"),
+        ({"gpus_per_job": -1}, "gpus_per_job: -1 is not a whole number of at least 0"),
+        ({"gpus_per_job": 0, "device": "cuda"}, "need at least one"),
+        ({"worker_command": "dask_cuda.cli"}, "takes the place of dask_cuda.cli"),
+        ({"nanny": False}, "every worker has a nanny"),
+        (
+            {"worker_extra_args": ["--colour", "red"]},
+            "worker_extra_args: No such option '--colour'",
+        ),
+        ({"worker_extra_args": ["--name", "ann"]}, "named after their jobs"),
+        ({"host": "10.0.0.1"}, "host: did you mean scheduler_options="),
+        ({"cores": 0}, "cores: 0 is not a whole number"),
+        ({"poll_interval": timedelta(0)}, "poll_interval: datetime.timedelta(0) is not a time"),
+        ({"job_extra_directives": "--qos=x"}, "='--qos=x' is a text: give a list, ['--qos=x']"),
+        ({"n_workers": -1}, "n_workers: -1 is not a whole number of at least 0"),
+        ({"walltime": "soon"}, "walltime"),
         ({"walltime": 7200}, "walltime=7200 is a number, and queues differ in what that counts: "),
         ({"config_name": "slurm-x"}, "has no section jobqueue.slurm-x. It has: "),
         ({"config_name": "text"}, "has no section jobqueue.text. It has: "),
@@ -46,7 +68,7 @@ def test_what_is_not_understood_is_told_with_what_may_be_meant(
         dask.config.set({"jobqueue.text": "text", "jobqueue.empty": None}),
         pytest.raises(UsageError, match=re.escape(message)),
     ):
-        script(tmp_path, **JOB, **keywords)
+        script(tmp_path, **{**JOB, **keywords})
     assert not list(tmp_path.iterdir())
 
 
@@ -85,17 +107,6 @@ def test_a_section_may_have_the_keywords_of_hpcdask(tmp_path: Path):
         assert made.controller.poll_interval_s == 9
         assert (policy.deaths_max, policy.start_timeout_s) == (4, 60)
         assert "--gres=gpu:2" in made.job_script()
-
-
-def test_adapt_takes_no_unknown_words(tmp_path: Path):
-    """Regression: `adapt(max=2)` scaled without a maximum."""
-    with hpcdask.LocalCUDAJobCluster(device="cpu", shared_temp_directory=str(tmp_path)) as cluster:
-        for keyword, hint in ("max", "Did you mean maximum? "), ("maximum_workers", ""), ("x", ""):
-            said = f"^adapt: no keyword and no group {keyword}. {re.escape(hint)}"
-            with pytest.raises(UsageError, match=said):
-                cluster.adapt(**{keyword: 2})
-        adaptive = cluster.adapt(maximum=0, interval="2 s", target_duration=3, wait_count=1)
-        assert (adaptive.wait_count, adaptive.interval) == (1, 2)
 
 
 FIRST_IN_A_BLOCK = """
