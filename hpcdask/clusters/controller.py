@@ -326,7 +326,7 @@ class Group:
                 self.controller.warn("cancel", str(error))
             await asyncio.sleep(LEAVE_S)
             # a job that the queue has started again has a life of its own
-            jobs = [self.jobs[job_id] for job_id in ids]
+            jobs = [self.jobs[job_id] for job_id in self.jobs.keys() & ids]
             ids = [job.id for job in jobs if job.cancelled and not job.is_over]
 
     async def _retire(self, job_id: str, life: int) -> None:

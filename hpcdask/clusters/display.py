@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-from hpcdask.errors import HpcdaskError, JobsFailed, NotHere
+from hpcdask.errors import HpcdaskError, JobsFailed, NotHere, QueueError
 from hpcdask.jobs.detached import scheduler_job
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import counts
@@ -118,8 +118,8 @@ def jobs_failed(
 def no_submission(error: HpcdaskError, queue: Queue, folder: ClusterFolder) -> str:
     """Return the error's text, with advice if the scheduler's node may not submit."""
     text = str(error)
-    denied = isinstance(error, NotHere) or queue.denied.search(text)
-    if denied and scheduler_job(folder) is not None:
+    denied = isinstance(error, QueueError) and queue.denied.search(text)
+    if (denied or isinstance(error, NotHere)) and scheduler_job(folder) is not None:
         return f"{text.rstrip('. ')}. {FROM_LOGIN_NODE}"
     return text
 
