@@ -20,11 +20,11 @@ from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import ClusterReport, lasting
 from hpcdask.logs import DIED, say
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import JobState, QueueStatus
+from hpcdask.queues.job_state import JobState
 from hpcdask.spec.names import group_id, job_of_worker
 
 from . import display, retire
-from .job import Actions, Job, Policy, ends_at, margin_s, observe, plan, went_wrong
+from .job import Actions, Answer, Job, Policy, ends_at, margin_s, observe, plan, went_wrong
 
 #: Why a cluster ends that nobody closed.
 SHUT_DOWN = (
@@ -51,10 +51,6 @@ LEAVE_S = 15.0
 #: Seconds that jobs get to end by themselves when their scheduler closes; seconds between two
 #: requests to cancel them; seconds until all must be gone.
 END_S, REPEAT_S, CLOSE_S = 3.0, 10.0, 60.0
-
-
-#: Jobs that the queue was asked for; None for those that it does not show.
-Answer = Mapping[str, QueueStatus | None]
 
 
 @dataclass(eq=False)
@@ -186,16 +182,8 @@ class Group:
             states = workers.get(job_id, [])
             if before.is_over and not (states or before.workers):
                 continue
-            after = observe(
-                before,
-                answer.get(job_id),
-                asked=job_id in answer,
-                workers=[str(ws.name) for ws in states],
-                held=sum(ws.nbytes for ws in states),
-                now=now,
-                policy=self.policy,
-            )
-            self.jobs[job_id] = after
+            held = {str(ws.name): ws.nbytes for ws in states}
+            self.jobs[job_id] = after = observe(before, answer, held, now, self.policy)
             meant = controller.closing or after.cancelled or after.leaving
             ended = after.is_over and not before.is_over
             stuck = after.stuck and not (before.stuck or after.cancelled)

@@ -7,7 +7,7 @@ ones before the next call.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,10 @@ LOST_AFTER_S = 60.0
 SERVED_S = 60.0
 #: Seconds within which deaths count together.
 DEATHS_WINDOW_S = 3600.0
+
+
+#: Jobs that the queue was asked for; None for those that it does not show.
+Answer = Mapping[str, QueueStatus | None]
 
 
 @dataclass(frozen=True)
@@ -111,30 +115,21 @@ class Policy:
 # What a look shows
 
 
-def observe(
-    job: Job,
-    seen: QueueStatus | None,
-    *,
-    asked: bool,
-    workers: Collection[str],
-    held: int,
-    now: float,
-    policy: Policy,
-) -> Job:
+def observe(job: Job, answer: Answer, held: Mapping[str, int], now: float, policy: Policy) -> Job:
     """Return the job after a look at queue and workers; the same object if nothing is new.
 
-    `asked` tells whether there was a query, and `seen` is None if it did not show the job.
-    `workers` are its connected ones, of earlier lives too. They tell more than the queue, which
-    lags, unless it has done with the job.
+    `held` is the bytes of results on each of its connected workers, by their names, of earlier
+    lives too. Workers tell more than the queue, which lags, unless it has done with the job.
     """
-    lives = {name: int(name.rsplit("-", 2)[1]) for name in workers}
+    seen, asked = answer.get(job.id), job.id in answer
+    lives = {name: int(name.rsplit("-", 2)[1]) for name in held}
     newest = max(job.restarts, seen.restarts if seen else 0, *lives.values())
     revived = job.is_over and bool(lives) and not job.workers  # the queue had forgotten it
     if newest > job.restarts or revived:
         again: dict[str, Any] = {"restarts": newest, "group": job.group}
         job = Job(job.id, job.size, job.submitted, JobState.REQUEUED, **again)
     names = frozenset(name for name, life in lives.items() if life == job.restarts)
-    job = _changed(job, workers=names, held=held)
+    job = _changed(job, workers=names, held=sum(held.values()))
     if job.is_over:
         return job
     if len(names) >= job.size and not job.arrived:
@@ -148,22 +143,19 @@ def observe(
 def _advance(job: Job, seen: QueueStatus | None, asked: bool, now: float, policy: Policy) -> Job:
     """Return a job that was not over, whose workers are known, after the queue's answer."""
     # An answer about an earlier life says only that the queue knows the job.
-    answer = seen if asked and seen and seen.restarts == job.restarts else None
-    facts: dict[str, Any] = {}
-    if answer:
-        facts = {"reason": answer.reason, "stuck": answer.stuck}
-        if (
-            answer.state not in job_state.WAITING
-        ):  # before, its nodes and times are estimates at best
-            facts |= {"ends": answer.ends or job.ends, "nodes": answer.nodes or job.nodes}
-    if answer and answer.state in job_state.OVER:
-        return _changed(job, state=JobState(answer.state), exit_code=answer.exit_code, **facts)
+    known = seen if seen and seen.restarts == job.restarts else None
+    facts: dict[str, Any] = {"reason": known.reason, "stuck": known.stuck} if known else {}
+    if known and known.state not in job_state.WAITING:  # else they are estimates at best
+        facts |= {"ends": known.ends or job.ends, "nodes": known.nodes or job.nodes}
+    if known and known.state in job_state.OVER:
+        return _changed(job, state=JobState(known.state), exit_code=known.exit_code, **facts)
     if asked and not job.workers and job.missed >= policy.missed_max:
         state = JobState.COMPLETED if job.leaving else JobState.FAILED
         state = JobState.CANCELLED if job.cancelled else state
         return _changed(job, state=state, reason="the queue no longer knows it")
-    state = _conclude(job, seen, answer, asked)
-    if not answer and state is not job.state:
+    state = JobState.UNKNOWN if asked and not seen else job.state
+    state = _conclude(job, state, known)
+    if not known and state is not job.state:
         facts["reason"] = ""
     if state not in WAITING and state is not JobState.UNKNOWN:
         facts["started"] = job.started or now
@@ -177,19 +169,14 @@ def _changed(job: Job, **facts: Any) -> Job:
     return job if vars(job).items() >= facts.items() else replace(job, **facts)
 
 
-def _conclude(
-    job: Job, seen: QueueStatus | None, answer: QueueStatus | None, asked: bool
-) -> JobState:
-    """Return the state of a job that is not over, by `answer` on its present life and workers."""
+def _conclude(job: Job, said: JobState, known: QueueStatus | None) -> JobState:
+    """Return the state of a job that is not over: `said` if workers and queue say no other."""
     if len(job.workers) >= job.size:
         return JobState.RUNNING
-    said = job.state
-    if asked and seen is None:
-        said = JobState.UNKNOWN
-    elif answer and answer.state in job_state.WAITING:
-        said = JobState.REQUEUED if job.restarts else JobState(answer.state)
-    elif answer:  # on a host that may be dead, too: its workers have to show up
-        has_nodes = answer.state is QueueState.RUNNING or answer.nodes or job.started is not None
+    if known and known.state in job_state.WAITING:
+        said = JobState.REQUEUED if job.restarts else JobState(known.state)
+    elif known:  # on a host that may be dead, too: its workers have to show up
+        has_nodes = known.state is QueueState.RUNNING or known.nodes or job.started is not None
         said = JobState.STARTING if has_nodes else JobState.UNKNOWN
     if said is JobState.UNKNOWN and not job.workers:
         return said

@@ -61,14 +61,11 @@ def starting(id: str, **changes) -> Job:
     return pending(id, **{"state": JobState.STARTING, **since, **changes})
 
 
-def look(
-    job: Job, seen: QueueStatus | QueueState | None, workers=(), *, now: float = T, **more
-) -> Job:
+def look(job: Job, seen: QueueStatus | QueueState | None, workers=(), *, now: float = T) -> Job:
     """Observe with a query."""
     if isinstance(seen, QueueState):
         seen = QueueStatus(job.id, seen, restarts=job.restarts)
-    more.setdefault("policy", POLICY)
-    return observe(job, seen, asked=True, workers=workers, held=0, now=now, **more)
+    return observe(job, {job.id: seen}, dict.fromkeys(workers, 0), now, POLICY)
 
 
 def overdue(job: Job, now: float = T) -> bool:
@@ -510,9 +507,9 @@ class Site:
         for job_id, before in list(self.jobs.items()):
             entry = self.entries[job_id]
             there = names(replace(before, restarts=entry.restarts), entry.workers)
-            workers = [] if before.leaving else there
-            facts = {"workers": workers, "held": 0, "now": self.now, "policy": self.policy}
-            self.jobs[job_id] = observe(before, shown.get(job_id), asked=not mute, **facts)
+            held = {} if before.leaving else dict.fromkeys(there, 0)
+            answer = {} if mute else {job_id: shown.get(job_id)}
+            self.jobs[job_id] = observe(before, answer, held, self.now, self.policy)
 
     def check(self, actions: Actions) -> None:
         """What holds for all actions."""
