@@ -164,14 +164,9 @@ class JobCluster(BaseCluster):
                     f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs "
                     f"by a tag in its place"
                 )
-        self.controller = Controller(
-            scheduler,
-            self.queue,
-            folder,
-            poll_interval_s=self.options.poll_interval_s,
-            say=self._say,
-            over=lambda: self._request("close", self._close),
-        )
+        over = functools.partial(self._request, "close", self._close)
+        every_s = self.options.poll_interval_s
+        self.controller = Controller(scheduler, self.queue, folder, every_s, self._say, over)
         for name, group in self.groups.items():
             resources = group.spec.all_resources(on_gpu=group.on_gpu)
             self.controller.add_group(name, group.workers, group.policy, **resources)
@@ -372,8 +367,8 @@ class JobCluster(BaseCluster):
             `maximum` is less than one job, or this machine has no such queueing system.
         """
         given = {name: one for name, one in locals().items() if name[:3] in ("min", "max")}
-        keywords: dict[str, Any] = {
-            "bounds": scaling.bounds(self.adapt, self.groups, given, groups),
+        bounds = scaling.bounds(self.adapt, self.groups, given, groups)
+        times: dict[str, Any] = {
             # an interval of 0 is for who adapts by hand
             "interval": interval and parse_seconds(interval, "adapt: interval"),
             "target_duration": parse_seconds(target_duration, "adapt: target_duration"),
@@ -381,9 +376,9 @@ class JobCluster(BaseCluster):
         }
         controller = self._running()
         self.queue.check()
-        for name in keywords["bounds"]:
+        for name in bounds:
             controller.groups[name].reset_failures()
-        return super().adapt(scaling.JobAdaptive, **keywords)
+        return super().adapt(scaling.JobAdaptive, bounds=bounds, **times)
 
     @property
     def plan(self) -> set[str]:
@@ -398,13 +393,9 @@ class JobCluster(BaseCluster):
         if name not in self.groups:
             raise UsageError(f"job_script: no group {name}. There are {', '.join(self.groups)}")
         folder = str(self._folder.path) if self._folder else "<folder>"
-        return self.groups[name].script(
-            self.queue,
-            group_id(self.id, name),
-            folder,
-            self.scheduler.address if self.scheduler else NO_ADDRESS,
-            tls=self.security.require_encryption,
-        )
+        address = self.scheduler.address if self.scheduler else NO_ADDRESS
+        group_name, tls = group_id(self.id, name), self.security.require_encryption
+        return self.groups[name].script(self.queue, group_name, folder, address, tls=tls)
 
     @property
     def job_header(self) -> str:

@@ -100,16 +100,9 @@ async def _cluster_rows(clusters: Sequence[ClusterRecord], base: str | None) -> 
 
 
 async def _cluster_row(cluster: ClusterRecord, folder: ClusterFolder) -> Row:
-    row = {
-        "name": folder.name,
-        "id": folder.name,
-        "kind": "detached",
-        "state": "unknown",
-        "queue": folder.queue,
-        "jobs": len(cluster.jobs),
-        "since": folder.created,
-        "address": None,
-    }
+    row: Row = {"name": folder.name, "id": folder.name, "kind": "detached", "state": "unknown"}
+    row |= {"queue": folder.queue, "jobs": len(cluster.jobs)}
+    row |= {"since": folder.created, "address": None}
     try:
         record = ControlRecord.read(folder)
         gone = (await detached.look(folder)).why if record and folder.ended is None else None

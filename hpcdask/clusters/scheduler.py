@@ -58,10 +58,10 @@ def _pem(value: str) -> str:
 async def start_scheduler(options: ClusterOptions, security: Security, scratch: str) -> Scheduler:
     """Start a scheduler, and its dashboard once somebody looks at it."""
     raise_descriptor_limit()
-    asked, found = options.scheduler, dict[str, str]()
+    asked = dict(options.scheduler)
     chosen = options.queue.is_local or asked.get("host") or asked.get("interface")
     if not chosen and (address := only_address(own := get_ip())) != own:
-        found["host"] = address
+        asked["host"] = address
     keywords = {
         "protocol": "tls" if security.require_encryption else "tcp",
         "security": security,
@@ -70,7 +70,6 @@ async def start_scheduler(options: ClusterOptions, security: Security, scratch: 
         "dashboard_address": f"{LOOPBACK}:{0 if options.port_range else 8787}",
         "local_directory": scratch,
         **asked,
-        **found,
     }
     with ports.within(options.port_range):
         # the default port of the dashboard may be taken
