@@ -150,26 +150,25 @@ class JobCluster(BaseCluster):
         watching = loop.run_in_executor(None, watchdog.start_watchdog, folder)
         try:
             scheduler = await start_scheduler(self.options, self.security, self._scratch)
+            self.scheduler = scheduler
         finally:
             self._watchdog = await watching
-        self.scheduler = scheduler
         is_local = self.queue.is_local
         self.dashboard_link, self.tunnel = locate(scheduler, is_local=is_local, say=self._say)
         access: Any = self.security.get_connection_args("client")
         self.scheduler_comm = rpc(scheduler.address, connection_args=access)
+        over = functools.partial(self._request, "close", self._close)
+        every_s = self.options.poll_interval_s
+        self.controller = Controller(scheduler, self.queue, folder, every_s, self._say, over)
         for name, group in self.groups.items():
             await asyncio.to_thread(folder.write_script, self.job_script(name), name)
+            resources = group.spec.all_resources(on_gpu=group.on_gpu)
+            self.controller.add_group(name, group.workers, group.policy, **resources)
             for directive in self.queue.replaced(group.job):
                 self._say(
                     f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs "
                     f"by a tag in its place"
                 )
-        over = functools.partial(self._request, "close", self._close)
-        every_s = self.options.poll_interval_s
-        self.controller = Controller(scheduler, self.queue, folder, every_s, self._say, over)
-        for name, group in self.groups.items():
-            resources = group.spec.all_resources(on_gpu=group.on_gpu)
-            self.controller.add_group(name, group.workers, group.policy, **resources)
         self.controller.start()
         self.controller.spawn(asyncio.to_thread(prune, self.options.base))
         scheduler.extensions[MOST_WORKERS] = self._most_workers
