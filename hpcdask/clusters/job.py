@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcdask.jobs.state import JobReport
-from hpcdask.queues import job_state
-from hpcdask.queues.job_state import OVER, WAITING, JobState, QueueState, QueueStatus
+from hpcdask.queues.job_state import OVER, WAITING, JobState, QueueStatus
 from hpcdask.spec.names import worker_name
 from hpcdask.spec.records import Record
 
@@ -145,10 +144,10 @@ def _advance(job: Job, seen: QueueStatus | None, asked: bool, now: float, policy
     # An answer about an earlier life says only that the queue knows the job.
     known = seen if seen and seen.restarts == job.restarts else None
     facts: dict[str, Any] = {"reason": known.reason, "stuck": known.stuck} if known else {}
-    if known and known.state not in job_state.WAITING:  # else they are estimates at best
+    if known and known.state not in WAITING:  # else they are estimates at best
         facts |= {"ends": known.ends or job.ends, "nodes": known.nodes or job.nodes}
-    if known and known.state in job_state.OVER:
-        return _changed(job, state=JobState(known.state), exit_code=known.exit_code, **facts)
+    if known and known.state in OVER:
+        return _changed(job, state=known.state, exit_code=known.exit_code, **facts)
     if asked and not job.workers and job.missed >= policy.missed_max:
         state = JobState.COMPLETED if job.leaving else JobState.FAILED
         state = JobState.CANCELLED if job.cancelled else state
@@ -173,10 +172,10 @@ def _conclude(job: Job, said: JobState, known: QueueStatus | None) -> JobState:
     """Return the state of a job that is not over: `said` if workers and queue say no other."""
     if len(job.workers) >= job.size:
         return JobState.RUNNING
-    if known and known.state in job_state.WAITING:
-        said = JobState.REQUEUED if job.restarts else JobState(known.state)
+    if known and known.state in WAITING:
+        said = JobState.REQUEUED if job.restarts else known.state
     elif known:  # on a host that may be dead, too: its workers have to show up
-        has_nodes = known.state is QueueState.RUNNING or known.nodes or job.started is not None
+        has_nodes = known.state is JobState.RUNNING or known.nodes or job.started is not None
         said = JobState.STARTING if has_nodes else JobState.UNKNOWN
     if said is JobState.UNKNOWN and not job.workers:
         return said

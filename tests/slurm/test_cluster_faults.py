@@ -20,7 +20,7 @@ from distributed import Client
 from hpcdask.clusters.job import Job
 from hpcdask.errors import QueueError
 from hpcdask.queues.job_state import JobState
-from hpcdask.spec.names import parse_worker_name
+from hpcdask.spec.names import job_of_worker, worker_name
 from launching import end, wait_for
 from slurm_login import Login, live, login, pids, wait_for_running
 from slurm_site import SlurmSite
@@ -59,9 +59,9 @@ def job(cluster, job_id: str) -> Job:
 
 
 def job_of(cluster, name: str) -> str:
-    parsed = parse_worker_name(cluster.id, name)
-    assert parsed is not None
-    return parsed[0]
+    job_id = job_of_worker(cluster.id, name)
+    assert job_id is not None
+    return job_id
 
 
 # Jobs that end
@@ -115,7 +115,7 @@ def test_jobs_and_workers_that_end(user: Login, capsys: pytest.CaptureFixture[st
         assert job(cluster, requeued).restarts == 1
         assert len(cluster.jobs()) == 4  # not replaced: it came back
         (new,) = set(pids(client)) - before
-        assert parse_worker_name(cluster.id, new) == (requeued, 1, 0)
+        assert new == worker_name(cluster.id, requeued, 1, 0)
         assert cluster.failure is None
     assert f"job {cancelled} has ended: cancelled" in capsys.readouterr().err
 
