@@ -31,8 +31,6 @@ from .placement import WorkerPlacement
 #: them; twice as long after each further one.
 RESTART_ATTEMPTS = 5
 RESTART_PAUSE_S = 1.0
-#: What a nanny is asked for its log and that of its worker.
-LOGS = "hpcdask_logs"
 #: Seconds that a worker's event loop, and the driver, have to answer their own node.
 ANSWER_S = 8.0
 #: Topic under which a nanny tells that it ends its worker for its memory.
@@ -52,7 +50,7 @@ class BoundNanny(Nanny):
         super().__init__(scheduler, env=dict(env), **kwargs)
         self.reason: str | None = None
         self.parts = parts
-        self.handlers |= {LOOK: self.look, LOGS: self.tell_logs}
+        self.handlers[LOOK] = self.look
         self._own_env = dict(env)
         self._dismissed = asyncio.Event()
         self._starting = asyncio.Lock()
@@ -67,8 +65,8 @@ class BoundNanny(Nanny):
 
     async def look(self) -> dict[str, Any]:
         """Return what the worker does now, and its rank's other processes, also silent ones."""
-        (work, problem), worker, *parts = await asyncio.gather(
-            self._ask_worker(LOOK),
+        work, worker, *parts = await asyncio.gather(
+            self._ask_worker(),
             asyncio.to_thread(observe, self.pid or 0),
             *(asyncio.to_thread(observe, pid) for pid in self.parts.values()),
         )
@@ -85,32 +83,18 @@ class BoundNanny(Nanny):
             "host": socket.gethostname(),
             "worker": asdict(worker),
             "work": work,
-            "problem": problem,
             "parts": {name: asdict(one) for name, one in zip(self.parts, parts, strict=True)},
             "gpu": gpu,
         }
 
-    async def tell_logs(self, start: float) -> dict[str, Any]:
-        """Return what nanny and worker logged; it is not `whole` if the worker does not answer."""
-        since = {"start": start, "timestamps": True}
-        told, problem = await self._ask_worker("get_logs", **since)
-        lines = [*self.get_logs(**since), *(told or ())]
-        whole = not problem or self.worker_address is None
-        return {"node": socket.gethostname(), "lines": lines, "whole": whole}
-
-    async def _ask_worker(self, operation: str, **kwargs: Any) -> tuple[Any, str]:
-        """Return what the worker's event loop tells; None, and why, where it does not answer."""
-        if self.worker_address is None:
-            return None, "it has not registered"
+    async def _ask_worker(self) -> Any:
+        """Return what the worker's event loop tells; None where it does not answer."""
         access = self.security.get_connection_args("worker")
-        try:
+        with contextlib.suppress(Exception):
             async with asyncio.timeout(ANSWER_S):
                 async with rpc(self.worker_address, connection_args=access) as worker:
-                    return await getattr(worker, operation)(**kwargs), ""
-        except TimeoutError:
-            return None, f"no answer within {ANSWER_S:g} s"
-        except Exception as error:
-            return None, root_cause(error)
+                    return await getattr(worker, LOOK)()
+        return None
 
     async def wait_closed(self) -> str | None:
         """Wait until the worker closes for good; return `reason`."""

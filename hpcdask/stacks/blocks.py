@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from dask.utils import format_time
@@ -12,7 +13,7 @@ from hpcdask.node.observe import Frame, ProcessView, ThreadView
 
 from .look import Report, WorkerLook
 
-#: Functions below which a stack is a Dask task's own, seen in distributed 2026.7, and the file on
+#: Functions below which a stack is a Dask task's own, seen in distributed 2026.7, and a file on
 #: the way there.
 TASK, TASK_SPEC = ("_run_task_simple", "_run_actor"), "dask/_task_spec.py"
 #: Function of hpcdask that calls a rank of a gang.
@@ -31,8 +32,6 @@ STATES = {
 }
 #: Share of looks from which on a process computes.
 BUSY = 0.7
-#: Seconds since the start of Dask tasks, zero if unknown.
-Tasks = dict[str, float]
 
 
 @dataclass
@@ -40,13 +39,14 @@ class Block:
     """Workers, by name, with the same stack.
 
     `frames` are innermost first, those of a Dask task without Dask's own; `what` says what the
-    workers do if there are no frames.
+    workers do if there are no frames. `tasks` are the seconds since the start of each Dask task,
+    zero if unknown.
     """
 
     what: str
     frames: list[Frame]
-    workers: dict[str, WorkerLook] = field(default_factory=dict)
-    tasks: Tasks = field(default_factory=dict)
+    workers: dict[str, WorkerLook]
+    tasks: dict[str, float] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -73,44 +73,38 @@ def blocks(report: Report) -> list[Block]:
     """Return all workers that were reached, the largest blocks first."""
     found: dict[Any, Block] = {}
     for worker in report.workers:
-        for what, frames, tasks in _activities(worker, report):
-            block = Block(what, frames)
-            block = found.setdefault((what, *map(str, own(frames)), block.in_gang), block)
-            block.workers[worker.name] = worker
-            block.tasks |= tasks
+        for block in _activities(worker, report):
+            same = found.setdefault((block.what, *map(str, own(block.frames))), block)
+            same.workers |= block.workers
+            same.tasks |= block.tasks
     return sorted(found.values(), key=lambda one: (not one.frames, -len(one.workers)))
 
 
-def _activities(worker: WorkerLook, report: Report) -> Iterator[tuple[str, list[Frame], Tasks]]:
+def _activities(worker: WorkerLook, report: Report) -> Iterator[Block]:
     """Yield what each Dask task of a worker does, or else what the worker does."""
-    what, is_idle = STATES.get(worker.state, ""), True
-    for thread in worker.process.threads:
-        ends = [place for place, frame in enumerate(thread.frames) if frame.function in TASK]
-        if ends:
-            frames = thread.frames[: ends[0]]
-            while frames and frames[-1].file.endswith(TASK_SPEC):
-                frames.pop()
-            yield what, frames, _task_of(worker, thread, report)
-            is_idle = False
-    loop = loop_thread(worker.process)
-    if is_idle and not worker.work and loop and not is_waiting(loop):
-        yield what, loop.frames, {}
-    elif is_idle and worker.work.get("fetches_from"):
-        yield what or "fetch data from other workers", [], {}
-    elif is_idle:
-        yield what or "run no Dask task", [], {}
+    what, me, process = STATES.get(worker.state, ""), {worker.name: worker}, worker.process
+    runs = [one for one in process.threads if any(frame.function in TASK for frame in one.frames)]
+    for thread in runs:
+        below = takewhile(lambda frame: frame.function not in TASK, thread.frames)
+        frames = [frame for frame in below if not frame.file.endswith(TASK_SPEC)]
+        yield Block(what, frames, {**me}, _task_of(worker, thread, report))
+    if runs:
+        return
+    loop = loop_thread(process)
+    if not worker.work and loop and not is_waiting(loop):
+        yield Block(what, loop.frames, me)
+    elif worker.work.get("fetches_from"):
+        yield Block(what or "fetch data from other workers", [], me)
+    else:
+        yield Block(what or "run no Dask task", [], me)
 
 
-def _task_of(worker: WorkerLook, thread: ThreadView, report: Report) -> Tasks:
+def _task_of(worker: WorkerLook, thread: ThreadView, report: Report) -> dict[str, float]:
     """Return the Dask task of a thread with its seconds, by the worker or else the scheduler."""
     if key := worker.work.get("running", {}).get(str(thread.ident)):
         return {key: worker.work["seconds"].get(key, 0)}
-    if known := report.known_workers.get(worker.name):
-        started = {key: seconds + known["silent_s"] for key, seconds in known["seconds"].items()}
-        running = dict.fromkeys(known["processing"], 0) | started
-        if len(running) == 1:
-            return running
-    return {}
+    processing = report.known_workers.get(worker.name, {}).get("processing", {})
+    return dict(processing) if len(processing) == 1 else {}
 
 
 def loop_thread(process: ProcessView) -> ThreadView | None:

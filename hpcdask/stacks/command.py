@@ -50,41 +50,49 @@ def stacks(base: str | None, as_json: bool, name: str | None) -> None:
         sys.exit(1)
 
 
-@click.command(epilog="Example: hpcdask logs -f cluster.json")
+@click.command(epilog="Example: hpcdask logs -f mine")
 @folder_option
 @click.option("-f", "--follow", is_flag=True, help="Go on until the cluster ends, or Ctrl-C.")
 @click.option("-n", "--lines", type=click.IntRange(min=0), help="Only the last lines, at first.")
-@click.argument("name", required=False, metavar="[NAME|FILE]")
+@click.argument("name", required=False)
 def logs(base: str | None, follow: bool, lines: int | None, name: str | None) -> None:
-    """Show the logs of all workers as one.
+    """Show the logs of all workers of a cluster as one.
 
     Lines are in order, with time, node, worker, level and text.
 
-    NAME is a cluster's, also of one that has ended: what its jobs have written. FILE is a run's
-    scheduler file: what Dask's scheduler, nannies and workers have logged and keep in memory; what
-    else they print goes to the launcher's output. The exit code is 1 if none of them answers.
+    NAME is a cluster's, also of one that has ended. Without it, it is the only one that is there.
     """
-    from hpcdask.logs import say, some
+    from hpcdask.errors import UsageError
+    from hpcdask.jobs.detached import named
+    from hpcdask.jobs.folder import ClusterFolder, list_clusters
+    from hpcdask.jobs.logs import ClusterLogs
+    from hpcdask.jobs.state import counts
+    from hpcdask.logs import say
+    from hpcdask.queues.job_state import WAITING
 
-    from .log_reading import reader_of
+    from .look import find
 
-    reader = reader_of(name, base)
+    folder = (named(name, list_clusters(base)) if name else None) or find(name, base).folder
+    if folder is None:
+        raise UsageError(
+            "hpcdask logs shows clusters of jobs. The log of a run is the output of its launcher; "
+            "what Dask keeps of it: hpcdask.connect(FILE).get_worker_logs()"
+        )
+    if name is None:
+        say(f"the logs of {folder.name}")
+    reader = ClusterLogs(folder)
     found = reader.read()
-    if reader.silent:
-        again = " ".join(["hpcdask stacks", *filter(None, [name])])
-        say(f"warning: no answer from {some(reader.silent)}. {again} tells why")
-        if not reader.goes_on():
-            sys.exit(1)
-    if not found and (waiting := reader.waiting()):
-        say(f"there is no line yet; jobs: {waiting}")
+    if not found and (waiting := [job for job in folder.report().jobs if job.state in WAITING]):
+        say(f"there is no line yet; jobs: {counts(waiting)}")
     elif not found:
-        say("nothing was logged" + " yet" * reader.goes_on())
+        say("nothing was logged" + " yet" * (folder.lives() is not False))
     found = found[max(0, len(found) - lines) :] if lines is not None else found
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             click.echo("".join(f"{line}\n" for line in found), nl=False)
             if not follow:
                 return
-            follow = reader.goes_on()  # before it is read: what ended meanwhile is read once more
+            # before it is read: what ended meanwhile is read once more
+            follow = ClusterFolder.open(folder.path).lives() is not False
             time.sleep(LOOK_S * follow)
             found = reader.read()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from dask.utils import format_time
@@ -18,8 +18,6 @@ from .look import SCHEDULER, WORKER, Report
 SILENT_S = 30.0
 #: Files with functions that wait for a lock of Dask, seen in distributed 2026.7.
 DASK_LOCKS = ("distributed/lock.py", "distributed/semaphore.py")
-#: Functions of Python that wait for a lock which has a frame of its own.
-LOCK_FUNCTIONS = ("acquire", "__enter__", "wait", "wait_for", "join", "get")
 #: Advice on locks and gangs.
 HELD = "Who holds it does not end, or waits for another one: take locks in one order"
 ROUND = "All that run wait, so each most likely holds what another wants: take locks in one order"
@@ -62,8 +60,8 @@ def _gone(report: Report, seen: list[Block]) -> Iterator[str]:
 
 def _silent(report: Report, seen: list[Block]) -> Iterator[str]:
     for block in seen:
-        silent = [worker for worker in block.workers.values() if worker.state == "silent"]
-        held = [one.name for one in silent if block.frames and one.process.busy >= BUSY]
+        silent = {name: one for name, one in block.workers.items() if one.state == "silent"}
+        held = [name for name, one in silent.items() if block.frames and one.process.busy >= BUSY]
         where = f" at {place(block.frames)}" if block.frames else ""
         if held:
             key = f" (Dask task {block.longest()})" if block.tasks else ""
@@ -73,10 +71,9 @@ def _silent(report: Report, seen: list[Block]) -> Iterator[str]:
                 f"{where}{key}"
             )
         elif silent:
-            disk = any(worker.process.state == "D" for worker in silent)
+            disk = any(worker.process.state == "D" for worker in silent.values())
             why = "waits for a file system or a driver" if disk else "waits in a blocking call"
-            names = [worker.name for worker in silent]
-            yield f"{_workers(names)} silent: the process {why} and does not answer{where}"
+            yield f"{_workers(silent)} silent: the process {why} and does not answer{where}"
 
 
 def _scheduler(report: Report, seen: list[Block]) -> Iterator[str]:
@@ -117,26 +114,24 @@ def _calling(gang: Mapping[str, Any], seen: list[Block]) -> Iterator[str]:
         yield f"A gang waits, and all are at the same line: {texts[0]}. A message is missing"
 
 
-def _paused(report: Report, seen: list[Block]) -> Iterator[str]:
-    paused = {name for name, known in report.known_workers.items() if known["status"] == "paused"}
-    paused |= {worker.name for worker in report.workers if worker.state == "paused"}
-    if paused:
+def _full(report: Report, seen: list[Block]) -> Iterator[str]:
+    if paused := [worker.name for worker in report.workers if worker.state == "paused"]:
         yield (
             f"{_workers(sorted(paused, key=natural))} full and paused: host memory is above the "
             f"limit, so they start nothing new. Give them more (--memory-limit), fewer threads, or "
             f"smaller chunks; results stay while a future refers to them"
         )
-    for worker in report.workers:
-        used, total = worker.gpu.get("memory_used"), worker.gpu.get("memory_total")
-        runs = any(worker.name in block.workers for block in seen if block.frames)
-        if runs and used and total and used > 0.98 * total and not worker.gpu["utilisation"]:
-            yield f"The GPU of worker {worker.name} is full and idle: see GPU memory in its log"
+    for block in seen:
+        for name, worker in block.workers.items() if block.frames else ():
+            used, total = worker.gpu.get("memory_used"), worker.gpu.get("memory_total")
+            if used and total and used > 0.98 * total and not worker.gpu["utilisation"]:
+                yield f"The GPU of worker {name} is full and idle: see GPU memory in its log"
 
 
 def _locks(report: Report, seen: list[Block]) -> Iterator[str]:
     locks = report.work.get("locks", {})
     running = [block for block in seen if block.frames]
-    waiting = [block for block in running if _lock_of(block) == "dask"]
+    waiting = [block for block in running if _waits_for_dask(block)]
     if waiting or locks:
         count = sum(block.count for block in waiting)
         names = (
@@ -145,30 +140,29 @@ def _locks(report: Report, seen: list[Block]) -> Iterator[str]:
         which = f": {some(names)}" if locks else ""
         where = f" at {some((place(block.frames) for block in waiting), 3)}" if waiting else ""
         held = sum(bool(one["held"]) for one in locks.values())
-        lost = any(name.startswith(WORKER) for name in report.unreached)
-        advice = ROUND if held > 1 and not lost and waiting == running else HELD
+        advice = ROUND if held > 1 and waiting == running else HELD
         tasks = plural(count, "Dask task")
         yield f"{tasks} {_wait(count)} for a lock of Dask{which}{where}. {advice}"
     for block in running:
-        if _lock_of(block) == "python" and not block.is_busy:
+        if _waits_for_python(block):
             yield (
                 f"{plural(block.count, 'Dask task')} on {some(block.workers)} {_wait(block.count)} "
                 f"for a lock of the worker's process at {place(block.frames)}. {HELD}"
             )
 
 
-def _lock_of(block: Block) -> str:
-    """Return the kind of lock that the innermost frames wait for: Dask's, Python's, or none."""
-    files = [frame.file for frame in block.frames[:12]]
-    if any(file.endswith(DASK_LOCKS) for file in files):
-        return "dask"
-    if any(file.endswith("distributed/utils.py") for file in files):
-        return ""  # it waits for an answer of the cluster
+def _waits_for_dask(block: Block) -> bool:
+    return any(frame.file.endswith(DASK_LOCKS) for frame in block.frames)
+
+
+def _waits_for_python(block: Block) -> bool:
+    """Return whether the innermost frame waits for a lock, and for no answer of the cluster."""
+    if block.is_busy or any(one.file.endswith("distributed/utils.py") for one in block.frames):
+        return False
     inner = block.frames[0]
-    named = inner.file.endswith("threading.py") and inner.function.split(".")[-1] in LOCK_FUNCTIONS
     text = inner.text.replace(" ", "").lower()
     said = ".acquire(" in text or (text.startswith("with") and "lock" in text)
-    return "python" if named or said else ""
+    return said or inner.file.endswith("threading.py")
 
 
 def _unrunnable(report: Report, seen: list[Block]) -> Iterator[str]:
@@ -182,9 +176,7 @@ def _unrunnable(report: Report, seen: list[Block]) -> Iterator[str]:
         yield f"No worker may run these Dask tasks: {some(keys)}. {they}"
 
 
-RULES: list[Callable[[Report, list[Block]], Iterator[str]]] = [
-    *(_stopped, _gone, _silent, _scheduler, _gangs, _paused, _locks, _unrunnable),
-]
+RULES = (_stopped, _gone, _silent, _scheduler, _gangs, _full, _locks, _unrunnable)
 
 
 def _nothing(report: Report, seen: list[Block]) -> str:

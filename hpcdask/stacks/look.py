@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import linecache
 import os
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Self
@@ -36,16 +37,14 @@ NAMELESS = "<dynamic-code>"
 SCHEDULER, WORKER = "scheduler", "worker "
 #: Seconds that the scheduler and a node have to answer, and how many are asked at a time.
 SCHEDULER_S, NODE_S, AT_ONCE = 8.0, 30.0, 64
-#: Name and arguments of an operation.
-Request = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Target:
     """Run or cluster, with the addresses of its scheduler and of its workers' nannies.
 
-    `parts` are the processes of the program and scheduler, on `host`; `here`: that is this node.
-    `cluster` is what a cluster tells of itself, `script` the path of a run's program.
+    `parts` are the processes of the program and scheduler, on `host`; `here`: that is this node. A
+    cluster has a `folder`, a run may have the path of its `script`.
     """
 
     name: str
@@ -54,7 +53,7 @@ class Target:
     parts: dict[str, int]
     host: str
     here: bool
-    cluster: ClusterReport = field(default_factory=ClusterReport)
+    folder: ClusterFolder | None = None
     script: str = ""
 
     @classmethod
@@ -75,7 +74,7 @@ class Target:
         addresses = _addresses(known.address, known.doors)
         keys = load_credentials(str(folder.keys)) if folder.keys.exists() else {}
         parts, here = {detached.holder(folder): owner.pid}, owner.lives() is not None
-        return cls(folder.name, addresses, to_security(keys), parts, owner.host, here, known)
+        return cls(folder.name, addresses, to_security(keys), parts, owner.host, here, folder)
 
 
 def _addresses(scheduler: str, nannies: dict[str, str]) -> dict[str, str]:
@@ -167,32 +166,25 @@ def _runs_here() -> dict[str, str]:
     found = {}
     with contextlib.suppress(OSError):
         for pid in sorted(os.listdir(_run_path(""))):
-            with contextlib.suppress(SchedulerFileError, OSError):
-                path = _run_path(pid)
-                known = scheduler_file.read(path)["hpcdask"]
-                at = time.localtime(known.get("started", os.stat(path).st_mtime))
-                since = f"since {time.strftime('%Y-%m-%d %H:%M:%S', at)}"
-                found[pid] = f"{pid} ({', '.join(filter(None, [known.get('program'), since]))})"
+            with contextlib.suppress(SchedulerFileError, KeyError):
+                known = scheduler_file.read(_run_path(pid))["hpcdask"]
+                since = datetime.fromtimestamp(int(known["started"]))
+                found[pid] = f"{pid} ({known['program']}, since {since})"
     return found
 
 
 async def look(target: Target) -> Report:
     """Return the answers of scheduler and nodes, and the processes on this one, in time."""
-    from distributed.protocol.pickle import dumps
-
-    call = {"function": dumps(snapshot), "args": dumps(()), "kwargs": dumps({}), "wait": True}
-    requests: dict[str, Request] = {name: (LOOK, {}) for name in target.addresses}
-    answers = await ask_all(target, requests | {SCHEDULER: ("run_function", call)})
+    answers = await _ask_all(target)
     told, error = answers.pop(SCHEDULER)
     if told and told["status"] != "OK":
         error = f"it could not tell: {told.get('text', told['status'])}"
-    known = {} if error else told["result"]
     unreached = {SCHEDULER: error} if error else {}
     workers: list[WorkerLook] = []
     parts: dict[str, ProcessView] = {}
-    for name, (answer, error) in answers.items():
-        if error:
-            unreached[name] = error
+    for name, (answer, problem) in answers.items():
+        if problem:
+            unreached[name] = problem
             continue
         process = named(ProcessView.from_json(answer["worker"]), target.script)
         work, gpu = answer["work"] or {}, answer["gpu"]
@@ -203,31 +195,35 @@ async def look(target: Target) -> Report:
             parts[part] = await asyncio.to_thread(observe, pid)
         elif part not in parts:
             unreached[part] = f"it is process {pid} on {target.host}. There: hpcdask stacks"
-    jobs, problem = counts(target.cluster.jobs), target.cluster.problem
-    return Report(target.name, known, workers, parts, unreached, jobs, problem)
+    cluster = target.folder.report() if target.folder else ClusterReport()
+    known, jobs = {} if error else told["result"], counts(cluster.jobs)
+    return Report(target.name, known, workers, parts, unreached, jobs, cluster.problem)
 
 
-async def ask_all(target: Target, requests: Mapping[str, Request]) -> dict[str, tuple[Any, str]]:
-    """Ask processes of the target at once; return each one's answer, or None and its error."""
+async def _ask_all(target: Target) -> dict[str, tuple[Any, str]]:
+    """Ask scheduler and nannies at once; return each one's answer, or None and its error."""
     from distributed.core import rpc
+    from distributed.protocol.pickle import dumps
 
+    call = {"function": dumps(snapshot), "args": dumps(()), "kwargs": dumps({}), "wait": True}
     args, room = target.security.get_connection_args("client"), asyncio.Semaphore(AT_ONCE)
 
-    async def ask(name: str, operation: str, arguments: dict[str, Any]) -> tuple[Any, str]:
-        address = target.addresses[name]
-        seconds = SCHEDULER_S if name == SCHEDULER else NODE_S
+    async def ask(name: str, address: str) -> tuple[Any, str]:
+        is_scheduler = name == SCHEDULER
+        seconds = SCHEDULER_S if is_scheduler else NODE_S
         if not address:
             return None, "its address is not known yet"
         try:
             async with room, asyncio.timeout(seconds), rpc(address, connection_args=args) as peer:
-                return await getattr(peer, operation)(**arguments), ""
+                request = peer.run_function(**call) if is_scheduler else getattr(peer, LOOK)()
+                return await request, ""
         except TimeoutError:
             return None, f"no answer within {seconds:g} s from {address}"
         except Exception as error:
             return None, f"no answer from {address}: {root_cause(error)}"
 
-    answers = await asyncio.gather(*(ask(name, *one) for name, one in requests.items()))
-    return dict(zip(requests, answers, strict=True))
+    answers = await asyncio.gather(*(ask(*one) for one in target.addresses.items()))
+    return dict(zip(target.addresses, answers, strict=True))
 
 
 def named(process: ProcessView, script: str) -> ProcessView:
@@ -235,23 +231,22 @@ def named(process: ProcessView, script: str) -> ProcessView:
     lines = _lines(script)
 
     def name(frame: Frame) -> Frame:
-        text = lines.get((frame.function, frame.line)) if frame.file == NAMELESS else None
-        return frame if text is None else replace(frame, file=os.path.basename(script), text=text)
+        if frame.file != NAMELESS or (frame.function, frame.line) not in lines:
+            return frame
+        text = linecache.getline(script, frame.line).strip()[:120]
+        return replace(frame, file=os.path.basename(script), text=text)
 
     threads = [replace(one, frames=list(map(name, one.frames))) for one in process.threads]
     return replace(process, threads=threads)
 
 
 @functools.cache
-def _lines(script: str) -> dict[tuple[str, int], str]:
-    """Return a script's lines by function and number; none of one that cannot be read here."""
-    found: dict[tuple[str, int], str] = {}
+def _lines(script: str) -> set[tuple[str, int | None]]:
+    """Return function and number of a script's lines; none of one that cannot be read here."""
+    codes, found = [], set()
     with contextlib.suppress(OSError, SyntaxError, ValueError):
-        text = Path(script).read_text()
-        lines = text.split("\n")
-        codes = [compile(text, script, "exec", dont_inherit=True)]
-        for code in codes:  # which grows
-            numbers = {number for *_, number in code.co_lines() if number}
-            found |= {(code.co_name, number): lines[number - 1].strip()[:120] for number in numbers}
-            codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+        codes.append(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True))
+    for code in codes:  # which grows
+        found |= {(code.co_name, number) for *_, number in code.co_lines()}
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
     return found

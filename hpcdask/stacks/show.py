@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from dask.utils import format_bytes, format_time
+from dask.utils import format_bytes
 
-from hpcdask.jobs.detached import HOLDERS
 from hpcdask.logs import plural, some
 from hpcdask.node.observe import Frame, ProcessView
 
 from .blocks import Block, blocks, is_waiting, loop_thread, main_thread, own
 from .diagnose import diagnose
-from .look import SCHEDULER, Report
+from .look import Report
 
-#: Lines of a stack, blocks, and silent workers or waiting Dask tasks that are shown.
+#: Lines of a stack, blocks, and waiting Dask tasks or causes that are shown.
 LINES, BLOCKS, MOST = 8, 12, 5
-#: Seconds after which a connection is silent: twice the workers' usual heartbeat, and more.
-SILENT_S = 10.0
 
 
 def lines(report: Report) -> Iterator[str]:
@@ -34,7 +31,10 @@ def lines(report: Report) -> Iterator[str]:
         count = plural(sum(len(block.workers) for block in rest), "worker")
         yield f"\n{plural(len(rest), 'other stack')} of {count}: see --json"
     if report.work:
-        yield from _work(report)
+        states = (f"{count} {state}" for state, count in report.work["states"].items())
+        yield f"\nDask tasks: {', '.join(states) or 'none'}"
+        for key, others in islice(report.work["waiting"].items(), MOST):
+            yield f"  {key} waits for {some(others, 3)}"
     gpus = {one.name: _gpu(one.gpu) for one in report.workers if one.gpu.get("memory_used")}
     yield from _grouped("\nGPUs:", gpus, BLOCKS)
     yield from _grouped("\nNot reached:", report.unreached, MOST)
@@ -57,17 +57,15 @@ def _grouped(title: str, texts: Mapping[str, str], most: int) -> Iterator[str]:
 def _part(name: str, process: ProcessView) -> Iterator[str]:
     cores = f"{process.cores:.1f} cores" if process.state else "gone"
     yield f"\n{name.capitalize()} (process {process.pid}, {cores}):"
-    if process.problem and not process.threads:
+    shown, loop = main_thread(process), loop_thread(process)
+    if name != "program" and loop and not is_waiting(loop):  # of a scheduler, in any thread
+        shown = loop
+    if shown is None and process.problem:
         yield f"  no stack: {process.problem}"
-    loop, main = loop_thread(process), main_thread(process)
-    shown = loop if name == SCHEDULER else main
-    if shown and is_waiting(shown):
+    elif shown and is_waiting(shown):
         yield "  waits for messages"
     elif shown:
         yield from _stack(shown.frames)
-    if name in HOLDERS and loop and loop is not main and not is_waiting(loop):
-        yield "  its event loop, with the scheduler:"
-        yield from _stack(loop.frames)
 
 
 def _block(block: Block) -> Iterator[str]:
@@ -88,27 +86,13 @@ def _block(block: Block) -> Iterator[str]:
     yield from _stack(block.frames)
 
 
-def _stack(frames: list[Frame]) -> Iterator[str]:
+def _stack(frames: Sequence[Frame]) -> Iterator[str]:
     """Yield the innermost lines, and in any case the innermost one of the user."""
-    mine = frames.index(own(frames)[0]) if frames else 0
-    for frame in [*frames[:LINES], *frames[max(LINES, mine) : mine + 1]]:
-        if frame is frames[mine] and mine > LINES:
-            yield f"  … {plural(mine - LINES, 'line')} of Python and Dask"
-        yield f"  {frame}{'  ' + frame.text if frame.text else ''}"
-    if (outer := len(frames) - max(LINES, mine + 1)) > 0:
-        yield f"  and {plural(outer, 'outer line')}"
-
-
-def _work(report: Report) -> Iterator[str]:
-    """Yield Dask tasks, those that wait, and silent workers."""
-    states = ", ".join(f"{count} {state}" for state, count in report.work["states"].items())
-    yield f"\nDask tasks: {states or 'none'}"
-    for key, others in islice(report.work["waiting"].items(), MOST):
-        yield f"  {key} waits for {some(others, 3)}"
-    silent = {name: known["silent_s"] for name, known in report.known_workers.items()}
-    for name in sorted(silent, key=silent.__getitem__, reverse=True)[:MOST]:
-        if silent[name] > SILENT_S:
-            yield f"  the scheduler has not heard of worker {name} for {format_time(silent[name])}"
+    shown = list(frames[:LINES])
+    shown += [frame for frame in own(frames)[:1] if frame not in shown]
+    yield from (f"  {frame}{'  ' + frame.text if frame.text else ''}" for frame in shown)
+    if more := len(frames) - len(shown):
+        yield f"  and {plural(more, 'more line')}"
 
 
 def _gpu(gpu: Mapping[str, float | None]) -> str:

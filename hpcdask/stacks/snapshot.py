@@ -17,8 +17,7 @@ MOST = 10
 
 def snapshot(dask_scheduler: Scheduler) -> dict[str, Any]:
     """Return workers, Dask tasks, locks and gangs, as plain values; seconds are until now."""
-    tasks, now = dask_scheduler.tasks.values(), time()
-    states = Counter(ts.state for ts in tasks if ts.state != "released")
+    tasks = dask_scheduler.tasks.values()
     waiting = (
         ts
         for ts in tasks
@@ -28,8 +27,8 @@ def snapshot(dask_scheduler: Scheduler) -> dict[str, Any]:
     semaphores: Any = dask_scheduler.extensions.get("semaphores")
     pending = dict(semaphores.metrics["pending"]) if semaphores else {}
     return {
-        "workers": {str(ws.name): _worker(ws, now) for ws in dask_scheduler.workers.values()},
-        "states": dict(states),
+        "workers": {str(ws.name): _worker(ws) for ws in dask_scheduler.workers.values()},
+        "states": dict(Counter(ts.state for ts in tasks if ts.state != "released")),
         "unrunnable": _keys(dask_scheduler.unrunnable),
         "waiting": {str(ts.key): _keys(ts.waiting_on) for ts in islice(waiting, MOST)},
         "locks": {
@@ -41,16 +40,13 @@ def snapshot(dask_scheduler: Scheduler) -> dict[str, Any]:
     }
 
 
-def _worker(ws: Any, now: float) -> dict[str, Any]:
+def _worker(ws: Any) -> dict[str, Any]:
+    silent_s = time() - ws.last_seen
+    running = {str(ts.key): seconds + silent_s for ts, seconds in ws.executing.items()}
     return {
-        "address": ws.address,
         "host": ws.host,
-        "status": ws.status.name,
-        "silent_s": now - ws.last_seen,
-        "memory": ws.metrics.get("memory", 0),
-        "limit": ws.memory_limit,
-        "processing": _keys(ws.processing),
-        "seconds": {str(ts.key): seconds for ts, seconds in ws.executing.items()},
+        "silent_s": silent_s,
+        "processing": dict.fromkeys(_keys(ws.processing), 0) | running,
     }
 
 

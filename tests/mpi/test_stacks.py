@@ -11,12 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from click.testing import CliRunner
 
 import deadlocks
 from clock import PATIENCE
 from hanging import Hanging, hanging_run
-from hpcdask.stacks.command import logs
 from hpcdask.stacks.diagnose import diagnose
 from launching import openmpi_launcher, wait_for
 
@@ -135,21 +133,6 @@ def test_a_scheduler_that_does_not_answer(hanging: Hanging):
     assert "scheduler: no answer within" in text
     assert f"Dask task {task.key} for " in text
     path.unlink()
-
-
-def test_the_logs_of_a_run_are_one(hanging: Hanging):
-    def say(dask_worker: object) -> None:
-        import logging
-
-        logging.getLogger("distributed.worker").warning("said\nin two lines")
-
-    hanging.client.run(say)
-    done = CliRunner().invoke(logs, [hanging.file])
-    assert done.exit_code == 0, done.output
-    host = socket.gethostname()
-    for name in hanging.workers:
-        assert f" {host} {name} WARNING distributed.worker - said\n" in done.output
-        assert f" {host} {name} WARNING in two lines\n" in done.output
 
 
 def test_the_command(hanging: Hanging):
