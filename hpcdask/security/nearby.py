@@ -128,12 +128,13 @@ class _Listener(tcp.TLSListener):
         own: Any = super()
         await own.start()
         self._nearby = contextlib.ExitStack()
+        self._address = self.contact_address  # it is gone with the port, before its connections
         if hasattr(context := self.server_args["ssl_options"], "cluster"):
             try:
-                name = socket_name(self.contact_address.removeprefix(self.prefix), context)
+                name = socket_name(self._address.removeprefix(self.prefix), context)
                 sock = netutil.bind_unix_socket(name, backlog=BACKLOG)
             except OSError as error:
-                logger.info("%s takes no connections but TLS: %s", self.contact_address, error)
+                logger.info("%s takes no connections but TLS: %s", self._address, error)
                 return
             serve = functools.partial(IOLoop.current().add_callback, self._serve)
             self._nearby.enter_context(sock)
@@ -143,11 +144,11 @@ class _Listener(tcp.TLSListener):
         try:
             stream = _to_stream(connection)
             stream.write(GREETING)
-            comm = NearbyComm(stream, self.contact_address, self.deserialize)
+            comm = NearbyComm(stream, self._address, self.deserialize)
             comm.allow_offload = self.allow_offload
             await self.on_connection(comm)
         except OSError as error:
-            logger.info("refused a connection to %s: %s", self.contact_address, error)
+            logger.info("refused a connection to %s: %s", self._address, error)
         else:
             await self.comm_handler(comm)
 

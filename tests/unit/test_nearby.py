@@ -121,6 +121,22 @@ async def test_another_user_of_the_host_is_kept_out(access):
             assert not is_encrypted(comm)
 
 
+async def test_a_connection_that_outlives_its_listener_ends_without_a_word(access, caplog):
+    async with known_socket(access) as (server, name):
+        with socket.socket(socket.AF_UNIX) as late:
+            late.connect(name)
+            late.setblocking(False)
+            loop = asyncio.get_running_loop()
+            assert await loop.sock_recv(late, 8) == b"hpcdask\n"
+            server.stop()
+            for listener in server.listeners:
+                listener.stop()
+            server.listeners.clear()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert [one for one in caplog.records if one.exc_info] == []
+
+
 @root_only
 async def test_another_user_s_socket_is_not_believed(access):
     """Its listener has the user's id of the moment at which it began to listen."""
