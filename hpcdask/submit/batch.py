@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,12 +97,11 @@ class Batch:
             raise
 
 
-async def prepare(system: str, asked: BatchRequest) -> Batch:
+async def prepare(queue: Queue, asked: BatchRequest) -> Batch:
     """Write the script of a batch job; nothing is submitted.
 
-    Raises UsageError if the system, a name in `hpcdask.queues.registry`, cannot express it.
+    Raises UsageError if the system cannot express it.
     """
-    queue = queue_class(system)()
     options = await _job_options(queue, asked)
     configured = dask.config.get(f"jobqueue.{queue.jobqueue[0]}.log-directory", None)
     logs = asked.folder if configured is None else str(base_path(configured))
@@ -117,12 +115,10 @@ async def prepare(system: str, asked: BatchRequest) -> Batch:
 async def _job_options(queue: Queue, asked: BatchRequest) -> JobOptions:
     """Return the whole allocation as one job of dask-jobqueue, whose class writes the header."""
     site = read_section(queue.jobqueue)
-    # a directive may have been pasted with its prefix
-    bare = [line.strip().removeprefix(queue.prefix).strip() for line in asked.directives]
-    asked = dataclasses.replace(asked, directives=tuple(bare))
     # GPUs in the configuration are those of a worker's job
     configured = map(str, site.get("job-extra-directives") or ())
-    directives = [line for line in configured if queue.requested_gpus(line) is None] + bare
+    directives = [line for line in configured if queue.requested_gpus(line) is None]
+    directives += asked.directives
     known = job_keywords(import_job_class(queue.jobqueue))
     keywords: dict[str, Any] = {
         "cores": asked.cores,
@@ -136,10 +132,9 @@ async def _job_options(queue: Queue, asked: BatchRequest) -> JobOptions:
         **await queue.allocation(asked, directives, site),
     }
     skipped = [*keywords.get("job_directives_skip", ()), *(site.get("job-directives-skip") or ())]
-    keywords["job_directives_skip"] = list(dict.fromkeys(skipped))
+    keywords["job_directives_skip"] = skipped
     given = {key: value for key, value in keywords.items() if value not in (None, "")}
-    own_gpus = any(queue.requested_gpus(line) is not None for line in bare)
-    gpus = None if own_gpus else asked.gpus_per_node
+    gpus = None if asked.own_gpus else asked.gpus_per_node
     return read_job_options(queue, {**given, "device": "auto", "gpus_per_job": gpus})
 
 

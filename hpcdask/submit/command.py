@@ -8,11 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from hpcdask.errors import UsageError
 from hpcdask.logs import say
-from hpcdask.queues.base import WHERE_TO_RUN
 from hpcdask.queues.registry import batch_systems, queue_class
 
 
@@ -41,11 +39,7 @@ def option(words: str, text: str, **settings: Any) -> Callable[[Any], Any]:
     return click.option(*names, metavar=metavar, help=text, **settings)
 
 
-POSITIVE, CPU, LAUNCHERS = (
-    click.IntRange(1),
-    click.Choice(["cpu"]),
-    click.Choice(["srun", "mpirun"]),
-)
+POSITIVE = click.IntRange(1)
 
 
 @click.command(
@@ -69,12 +63,14 @@ POSITIVE, CPU, LAUNCHERS = (
 @option("-N --nodes N", "Number of nodes.", default=1, show_default=True, type=POSITIVE)
 @option(
     "--gpus-per-node N",
-    "GPUs per node; each gets a Dask worker. 0: one worker per node, on its CPU.",
-    default=1,
-    show_default=True,
+    "GPUs per node; each gets a Dask worker. 0: one worker per node, on its CPU. Default: 1.",
     type=click.IntRange(0),
 )
-@option("--device", "cpu: no GPU is requested, as with --gpus-per-node 0.", type=CPU)
+@option(
+    "--device",
+    "cpu: no GPU is requested, as with --gpus-per-node 0.",
+    type=click.Choice(["cpu"]),
+)
 @option(
     "-t --time walltime TIME",
     "Walltime, such as 1:00:00. Default: as configured for dask-jobqueue, 30 min.",
@@ -102,9 +98,7 @@ POSITIVE, CPU, LAUNCHERS = (
     "Extra option of the queueing system, such as --exclusive. May be repeated.",
     multiple=True,
 )
-@option(
-    "--launcher", "What starts the ranks. Default: srun with SLURM, else mpirun.", type=LAUNCHERS
-)
+@option("--launcher NAME", "What starts the ranks. Default: srun with SLURM, else mpirun.")
 @option("--container WORDS", 'Command before python, such as "apptainer exec --nv image.sif".')
 @option("--run OPTIONS", 'Options of hpcdask run, all in quotes, such as "--protocol ucx".')
 @option("-m is_module", "The program is a module.", is_flag=True)
@@ -117,46 +111,21 @@ def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
     """
     from .batch import find_system, prepare
     from .follow import submit_and_wait, tell
+    from .request import read
 
-    asked, system = _read(**job), system or find_system()
     instead = "hpcdask submit --dry-run --system SYSTEM shows what would be submitted"
-    if system is None and dry_run:
-        system = batch_systems()[0]
-        title = queue_class(system).title
-        say(f"no queueing system is found here: this is a script for {title}; see --system")
-    elif system is None:
-        commands = ", ".join(queue_class(name).programs[0] for name in batch_systems())
-        raise UsageError(
-            f"no queueing system is found here: none of {commands} is on PATH with its "
-            f"companions. {WHERE_TO_RUN}. {instead}"
-        )
-    elif not dry_run:
-        queue_class(system)().check(instead.replace("SYSTEM", system))
-    batch = asyncio.run(prepare(system, asked))
+    if system is None and (system := find_system()) is None:
+        system, instead = batch_systems()[0], f"Nor is another system's command here. {instead}"
+        if dry_run:
+            title = queue_class(system).title
+            say(f"no queueing system is found here: this is a script for {title}; see --system")
+    queue = queue_class(system)()
+    if not dry_run:
+        queue.check(instead)
+    batch = asyncio.run(prepare(queue, read(queue, **job)))
     if dry_run:
         click.echo(batch.text, nl=False)
     elif wait:
         sys.exit(asyncio.run(submit_and_wait(batch, say)))
     else:
         tell(batch, asyncio.run(batch.submit()), click.echo)
-
-
-def _read(
-    *, run: str | None, mem: str | None, device: str | None, gpus_per_node: int, **job: Any
-) -> Any:
-    from hpcdask.runner.options import parse
-
-    from . import request
-
-    options = request.read_words(run or "", "--run")
-    source = click.get_current_context().get_parameter_source("gpus_per_node")
-    default = source is ParameterSource.DEFAULT
-    if device and gpus_per_node and not default:
-        raise UsageError("--device cpu and --gpus-per-node: choose one of them")
-    if device or (default and parse(options).spec.device == "cpu"):
-        gpus_per_node = 0
-    asked = request.BatchRequest(
-        memory=request.read_memory(mem), run=options, gpus_per_node=gpus_per_node, **job
-    )
-    request.check(asked)
-    return asked

@@ -6,11 +6,12 @@ import os
 import re
 import shlex
 from dataclasses import dataclass, field
+from typing import Any
 
 from hpcdask.errors import UsageError
-from hpcdask.queues.base import Allocation
+from hpcdask.queues.base import Allocation, Queue
 from hpcdask.queues.helpers import one_line
-from hpcdask.queues.registry import requested_gpus
+from hpcdask.runner.options import parse
 from hpcdask.security.ports import PER_SCHEDULER, check_size
 from hpcdask.spec.parsing import configured_port_range
 
@@ -29,7 +30,8 @@ class BatchRequest(Allocation):
 
     `program` is followed by its arguments; if empty, the cluster stays up. `run` has options of
     ``python -m hpcdask.run``. `prologue` is shell lines before the launch, `container` is shell
-    words that go before ``python``. The job runs and writes its log in `folder`.
+    words that go before ``python``. The job runs and writes its log in `folder`. If `own_gpus`, the
+    directives request GPUs.
     """
 
     program: tuple[str, ...]
@@ -39,23 +41,13 @@ class BatchRequest(Allocation):
     launcher: str | None = None
     container: str | None = None
     job_name: str | None = None
+    own_gpus: bool = False
     folder: str = field(default_factory=working_folder)
 
     @property
     def words(self) -> list[str]:
-        """Return the words after ``python -m hpcdask.run``.
-
-        In a job, the runner expects GPUs unless an option says that there are none. The range of
-        ports is that of the configuration here, which the nodes may not have.
-        """
-        words, given = [*self.run], {word.partition("=")[0] for word in self.run}
-        if "--port-range" not in given and (ports := configured_port_range()):
-            words += ["--port-range", ports]
-        bare = (re.sub(r"^\s*#\S+", "", line) for line in self.directives)
-        theirs = any(requested_gpus(line) is not None for line in bare)
-        if not (self.gpus_per_node or "--device" in given or theirs):
-            words += ["--device", "cpu"]
-        return [*words, *(["-m"] if self.is_module else []), *self.program]
+        """Return the words after ``python -m hpcdask.run``."""
+        return [*self.run, *(["-m"] if self.is_module else []), *self.program]
 
     @property
     def name(self) -> str:
@@ -63,6 +55,49 @@ class BatchRequest(Allocation):
         if self.job_name or not self.program:
             return self.job_name or "dask-cluster"
         return self.program[0] if self.is_module else os.path.basename(self.program[0].rstrip("/"))
+
+
+def read(
+    system: Queue,
+    *,
+    run: str | None,
+    mem: str | None,
+    device: str | None,
+    gpus_per_node: int | None,
+    directives: tuple[str, ...],
+    **job: Any,
+) -> BatchRequest:
+    """Read the options of the command line. Raises UsageError for a job that could not run."""
+    options = list(read_words(run or "", "--run"))
+    launch = parse(options)
+    if launch.program:
+        raise UsageError(
+            f"--run {run!r} has more than options of python -m hpcdask.run: the program stands "
+            f"behind the options of hpcdask submit"
+        )
+    if device and gpus_per_node:
+        raise UsageError("--device cpu and --gpus-per-node: choose one of them")
+    if gpus_per_node is None:
+        gpus_per_node = 0 if "cpu" in (device, launch.spec.device) else 1
+    # a directive may have been pasted with its prefix
+    bare = tuple(line.strip().removeprefix(system.prefix).strip() for line in directives)
+    own_gpus = any(system.requested_gpus(line) is not None for line in bare)
+    # the nodes may not have the configuration of this machine
+    if launch.spec.port_range is None and (ports := configured_port_range()):
+        options += ["--port-range", ports]
+    # in a job, the runner expects GPUs
+    if not (gpus_per_node or own_gpus) and launch.spec.device == "auto":
+        options += ["--device", "cpu"]
+    asked = BatchRequest(
+        memory=read_memory(mem),
+        run=tuple(options),
+        gpus_per_node=gpus_per_node,
+        directives=bare,
+        own_gpus=own_gpus,
+        **job,
+    )
+    check(asked)
+    return asked
 
 
 def read_memory(text: str | None) -> int | None:
@@ -78,28 +113,21 @@ def read_memory(text: str | None) -> int | None:
     return int(float(match[1]) * 1024 ** (1 + "KMGT".index((match[2] or "M").upper())))
 
 
-def read_words(text: str, option: str) -> tuple[str, ...]:
+def read_words(text: str, option: str) -> list[str]:
     """Split the value of an option into shell words. Raises UsageError for unbalanced quotes."""
     try:
-        return tuple(shlex.split(text))
+        return shlex.split(text)
     except ValueError as error:
         raise UsageError(f"{option}: {text!r}: {str(error).lower()}. Check its quotes") from None
 
 
 def check(asked: BatchRequest) -> None:
-    """Raise UsageError for a request that could not run.
-
-    The program may not be there, an option of the runner unknown, or a line unfit for a script.
-    """
-    from hpcdask.runner.options import parse
-
+    """Raise UsageError for lines that no script can hold, and for a program that cannot run."""
     written = {
         "--prologue": asked.prologue,
-        "--directive": asked.directives,
         "--container": [asked.container or ""],
         "the program's argument": asked.words,
         "the current folder": [asked.folder],
-        "--job-name": [asked.name],
     }
     for what, lines in written.items():
         for line in lines:
@@ -116,11 +144,6 @@ def check(asked: BatchRequest) -> None:
         )
     ports, ucx = launch.spec.configured().port_range, launch.spec.protocol == "ucx"
     check_size(ports, asked.ranks, ucx=ucx, more=PER_SCHEDULER, where="on the first node")
-    if parse(asked.run).program:
-        raise UsageError(
-            f"--run {shlex.join(asked.run)!r} has more than options of python -m hpcdask.run: "
-            f"the program stands behind the options of hpcdask submit"
-        )
     program = launch.program
     if program is None and not launch.spec.scheduler_file:
         raise UsageError(
