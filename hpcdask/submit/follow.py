@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hpcdask.errors import QueueError
@@ -30,25 +29,6 @@ SILENT_S, MISSING_S = 600.0, 30.0
 Say = Callable[[str], None]
 
 
-class Log(GrowingFile):
-    """The log of a batch job, copied to stdout."""
-
-    def __init__(self, path: Path, say: Say) -> None:
-        super().__init__(path)
-        self.say = say
-
-    def copy(self) -> None:
-        """Write what is new."""
-        try:
-            sys.stdout.buffer.write(self.read())
-            sys.stdout.flush()
-        except BrokenPipeError:
-            self.say(f"nobody reads stdout any more; the wait goes on. Log: {self.path}")
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, sys.stdout.fileno())
-            os.close(null)
-
-
 async def submit_and_wait(batch: Batch, say: Say) -> int:
     """Submit a job, copy its log to stdout, and return the exit code of its program.
 
@@ -56,7 +36,7 @@ async def submit_and_wait(batch: Batch, say: Say) -> int:
     queue does not take the job, or does not answer for long.
     """
     loop = asyncio.get_running_loop()
-    stopped: asyncio.Future[signal.Signals] = loop.create_future()
+    stopped: asyncio.Future[Any] = loop.create_future()
     signals = (signal.SIGINT, signal.SIGTERM)
 
     def stop(number: signal.Signals) -> None:
@@ -68,17 +48,15 @@ async def submit_and_wait(batch: Batch, say: Say) -> int:
     try:
         job_id = await batch.submit()  # an answer that is given up would leave a job
         tell(batch, job_id, say)
-        log = Log(batch.log(job_id), say)
-        waiting = asyncio.ensure_future(wait(batch.queue, job_id, log, say))
-        either: set[asyncio.Future[Any]] = {waiting, stopped}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        log = GrowingFile(batch.log(job_id))
+        waiting: asyncio.Future[Any] = asyncio.ensure_future(wait(batch.queue, job_id, log, say))
+        await asyncio.wait({waiting, stopped}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
     if waiting.done():
         return result(batch, job_id, waiting.result(), say)
     waiting.cancel()
-    await asyncio.wait({waiting})
     number = stopped.result()
     say(f"{number.name}: cancelling job {job_id} (a second one leaves it)")
     try:
@@ -86,8 +64,20 @@ async def submit_and_wait(batch: Batch, say: Say) -> int:
         say(f"job {job_id} is cancelled and gone")
     except QueueError as error:
         say(f"error: {error}")
-    log.copy()
-    return 128 + number
+    copy(log, say)
+    return 128 + int(number)
+
+
+def copy(log: GrowingFile, say: Say) -> None:
+    """Write what is new in a log to stdout."""
+    try:
+        sys.stdout.buffer.write(log.read())
+        sys.stdout.flush()
+    except BrokenPipeError:
+        say(f"nobody reads stdout any more; the wait goes on. Log: {log.path}")
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def tell(batch: Batch, job_id: str, say: Say) -> None:
@@ -96,7 +86,7 @@ def tell(batch: Batch, job_id: str, say: Say) -> None:
     say(f"log {batch.log(job_id)}")
 
 
-async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> QueueStatus:
+async def wait(queue: Queue, job_id: str, log: GrowingFile, say: Say) -> QueueStatus:
     """Wait for the end of a job, and copy its log meanwhile.
 
     Raises QueueError if the queue does not answer for `SILENT_S`, or has forgotten the job.
@@ -107,14 +97,14 @@ async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> QueueStatus:
         now, text = time.monotonic(), told
         try:
             found = await queue.query([job_id]) or await queue.departed([job_id])
-            answered = time.monotonic()
+            answered = now
         except QueueError as error:
             if now > answered + SILENT_S:
                 raise
             found, shown, text = {}, now, f"{error}; asking again"
         if seen := found.get(job_id):
             if seen.state in OVER:
-                log.copy()
+                copy(log, say)
                 return seen
             runs = f"runs{f' on {seen.nodes}' if seen.nodes else ''}"
             how = runs if seen.state is QueueState.RUNNING else f"is {seen.words}"
@@ -127,10 +117,9 @@ async def wait(queue: Queue, job_id: str, log: Log, say: Say) -> QueueStatus:
         if text != told:
             say(text)
             told, pause = text, POLL_S[0]
-        until = time.monotonic() + pause
-        while (left := until - time.monotonic()) > 0:
-            log.copy()
-            await asyncio.sleep(min(left, LOOK_S))
+        while time.monotonic() < now + pause:
+            copy(log, say)
+            await asyncio.sleep(min(pause, LOOK_S))
         pause = min(SLOWER * pause, POLL_S[1])
 
 

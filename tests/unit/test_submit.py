@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from hpcdask.cli import main
 from hpcdask.errors import QueueError, UsageError
+from hpcdask.jobs.logs import GrowingFile
 from hpcdask.queues.job_state import QueueState, QueueStatus
 from hpcdask.queues.registry import queue_class
 from hpcdask.queues.slurm import SlurmQueue
@@ -342,7 +343,7 @@ def test_each_state_is_said_once_and_the_log_is_copied(
     waits = seen(QueueState.PENDING, "Resources")
     runs, over = seen(QueueState.RUNNING), seen(QueueState.FAILED, code=3)
     queue = answering(None, waits, waits, QueueError("squeue hangs"), runs, runs, over)
-    assert asyncio.run(follow.wait(queue, "1", follow.Log(path, said.append), said.append)) == over
+    assert asyncio.run(follow.wait(queue, "1", GrowingFile(path), said.append)) == over
     waiting, silent, running = said
     assert waiting == "job 1 is pending (Resources)"
     assert (silent, running) == ("squeue hangs; asking again", "job 1 runs on n1")
@@ -354,20 +355,21 @@ def test_each_state_is_said_once_and_the_log_is_copied(
     ("answer", "words"), [(None, "does not show job 1 any more"), (QueueError("hangs"), "hangs")]
 )
 def test_a_queue_that_forgets_or_is_silent(tmp_path: Path, answer, words: str):
-    log = follow.Log(tmp_path / "log", print)
+    log = GrowingFile(tmp_path / "log")
     with pytest.raises(QueueError, match=words):
         asyncio.run(follow.wait(answering(answer), "1", log, lambda text: None))
 
 
 READER = """
 import pathlib, sys
-from hpcdask.submit.follow import Log
+from hpcdask.jobs.logs import GrowingFile
+from hpcdask.submit.follow import copy
 
-log = Log(pathlib.Path("log"), lambda text: print(text, file=sys.stderr))
+log = GrowingFile(pathlib.Path("log"))
 for _ in range(5):
     with log.path.open("a") as file:
         file.write(100_000 * "x" + chr(10))
-    log.copy()
+    copy(log, lambda text: print(text, file=sys.stderr))
 """
 
 
