@@ -22,13 +22,9 @@ class Submit(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            from hpcdask.runner.options import command
-
-            name = error.option_name
-            if not any(name in (*param.opts, *param.secondary_opts) for param in command().params):
-                raise
             raise UsageError(
-                f'{name} is an option of hpcdask run: hpcdask submit --run "{name} …"'
+                f"{error.format_message()} An option of hpcdask run goes into --run: "
+                f'hpcdask submit --run "{error.option_name} …"'
             ) from None
 
 
@@ -109,9 +105,8 @@ def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
     The cluster uses all nodes of the job. Words after the program are its arguments. The exit code
     is 2 for bad input, 1 if the queue refuses the job.
     """
-    from .batch import find_system, prepare
+    from .batch import find_system, prepare, read_request
     from .follow import submit_and_wait, tell
-    from .request import read
 
     instead = "hpcdask submit --dry-run --system SYSTEM shows what would be submitted"
     if system is None and (system := find_system()) is None:
@@ -122,7 +117,7 @@ def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
     queue = queue_class(system)()
     if not dry_run:
         queue.check(instead)
-    batch = asyncio.run(prepare(queue, read(queue, **job)))
+    batch = asyncio.run(prepare(queue, read_request(queue, **job)))
     if dry_run:
         click.echo(batch.text, nl=False)
     elif wait:

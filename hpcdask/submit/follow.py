@@ -117,7 +117,8 @@ async def wait(queue: Queue, job_id: str, log: GrowingFile, say: Say) -> QueueSt
         if text != told:
             say(text)
             told, pause = text, POLL_S[0]
-        while time.monotonic() < now + pause:
+        until = time.monotonic() + pause
+        while time.monotonic() < until:
             copy(log, say)
             await asyncio.sleep(min(pause, LOOK_S))
         pause = min(SLOWER * pause, POLL_S[1])

@@ -256,7 +256,7 @@ def test_without_gpus_the_workers_compute_on_the_cpu(words: tuple[str, ...], opt
         (("slurm", "--run", "other.py", "train.py"), "more than options"),
         (("slurm", "--run", "'", "train.py"), "Check its quotes"),
         (("slurm", "--container", "'", "train.py"), "no closing quotation"),
-        (("slurm", "--prologue", "a\nb", "train.py"), "--prologue 'a\\nb' has a control char"),
+        (("slurm", "--prologue", "a\nb", "train.py"), "the line 'a\\nb' has a control char"),
         (("slurm", "--device", "cpu", "--gpus-per-node", "2", "train.py"), "choose one of them"),
         (("pbs", "--launcher", "srun", "train.py"), "--launcher srun is not PBS's: use mpirun"),
         (("pbs", "--mem", "0", "train.py"), "is SLURM's"),
@@ -436,4 +436,4 @@ def test_no_name_brings_a_line_into_a_script(end: str, folder: Path, monkeypatch
     (folder / bad / "train.py").touch()
     monkeypatch.chdir(folder / bad)
     monkeypatch.setenv("PWD", str(folder / bad))
-    assert "the current folder" in refused(*DRY_RUN, system, "train.py")
+    assert "line end" in refused(*DRY_RUN, system, "train.py")
