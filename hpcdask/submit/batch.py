@@ -27,7 +27,7 @@ from hpcdask.process import umask
 from hpcdask.queues.base import Allocation, Queue
 from hpcdask.queues.helpers import one_line
 from hpcdask.queues.registry import batch_systems, queue_class
-from hpcdask.runner.options import parse
+from hpcdask.runner.options import RunRequest, parse
 from hpcdask.security.ports import PER_SCHEDULER, check_size
 from hpcdask.security.private import write_private
 from hpcdask.spec.parsing import configured_port_range
@@ -43,40 +43,27 @@ def working_folder() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest(Allocation):
-    """A batch job, in the words of the command line.
+    """A batch job called `name`, which runs and writes its log in `folder`.
 
-    `program` is followed by its arguments; if empty, the cluster stays up. `run` has options of
-    ``python -m hpcdask.run``. `prologue` is shell lines before the launch, `container` is shell
-    words that go before ``python``. The job runs and writes its log in `folder`. If `own_gpus`, the
-    directives request GPUs.
+    `words` are those after ``python -m hpcdask.run``. `prologue` is shell lines before the launch,
+    `container` is shell words before ``python``. If `own_gpus`, the directives request GPUs.
     """
 
-    program: tuple[str, ...]
-    is_module: bool = False
-    run: tuple[str, ...] = ()
+    name: str
+    words: tuple[str, ...]
     prologue: tuple[str, ...] = ()
     launcher: str | None = None
     container: str | None = None
-    job_name: str | None = None
     own_gpus: bool = False
     folder: str = field(default_factory=working_folder)
-
-    @property
-    def words(self) -> list[str]:
-        """Return the words after ``python -m hpcdask.run``."""
-        return [*self.run, *(["-m"] if self.is_module else []), *self.program]
-
-    @property
-    def name(self) -> str:
-        """Return the job's name: the program's, unless the user gave one."""
-        if self.job_name or not self.program:
-            return self.job_name or "dask-cluster"
-        return self.program[0] if self.is_module else os.path.basename(self.program[0].rstrip("/"))
 
 
 def read_request(
     system: Queue,
     *,
+    program: tuple[str, ...],
+    is_module: bool,
+    job_name: str | None,
     run: str | None,
     mem: str | None,
     device: str | None,
@@ -85,13 +72,8 @@ def read_request(
     **job: Any,
 ) -> BatchRequest:
     """Read the options of the command line. Raises UsageError for a job that could not run."""
-    options = list(read_words(run or "", "--run"))
-    launch = parse(options)
-    if launch.program:
-        raise UsageError(
-            f"--run {run!r} has more than options of python -m hpcdask.run: the program stands "
-            f"behind the options of hpcdask submit"
-        )
+    words = [*read_words(run or "", "--run"), *(["-m"] if is_module else []), *program]
+    launch = parse(words)
     if device and gpus_per_node:
         raise UsageError("--device cpu and --gpus-per-node: choose one of them")
     if gpus_per_node is None:
@@ -101,19 +83,21 @@ def read_request(
     own_gpus = any(system.requested_gpus(line) is not None for line in bare)
     # the nodes may not have the configuration of this machine
     if launch.spec.port_range is None and (ports := configured_port_range()):
-        options += ["--port-range", ports]
+        words = ["--port-range", ports, *words]
     # in a job, the runner expects GPUs
     if not (gpus_per_node or own_gpus) and launch.spec.device == "auto":
-        options += ["--device", "cpu"]
+        words = ["--device", "cpu", *words]
+    target = launch.program.target if launch.program else "dask-cluster"
     asked = BatchRequest(
+        name=job_name or (target if is_module else os.path.basename(target.rstrip("/"))),
+        words=tuple(words),
         memory=read_memory(mem),
-        run=tuple(options),
         gpus_per_node=gpus_per_node,
         directives=bare,
         own_gpus=own_gpus,
         **job,
     )
-    check(asked)
+    check(asked, launch)
     return asked
 
 
@@ -138,10 +122,9 @@ def read_words(text: str, option: str) -> list[str]:
         raise UsageError(f"{option}: {text!r}: {str(error).lower()}. Check its quotes") from None
 
 
-def check(asked: BatchRequest) -> None:
+def check(asked: BatchRequest, launch: RunRequest) -> None:
     """Raise UsageError for a program or a cluster that cannot run in the job."""
     read_words(asked.container or "", "--container")
-    launch = parse(asked.words)
     wanted = len(launch.spec.kinds())
     if wanted not in (0, asked.ranks):
         raise UsageError(
@@ -151,14 +134,13 @@ def check(asked: BatchRequest) -> None:
         )
     ports, ucx = launch.spec.configured().port_range, launch.spec.protocol == "ucx"
     check_size(ports, asked.ranks, ucx=ucx, more=PER_SCHEDULER, where="on the first node")
-    program = launch.program
-    if program is None and not launch.spec.scheduler_file:
+    if launch.program is None and not launch.spec.scheduler_file:
         raise UsageError(
             "which program? Name a script or -m MODULE. For a cluster that stays up: "
             '--run "--scheduler-file cluster.json"'
         )
-    if program is not None and not program.is_module and not asked.container:
-        program.check()  # one in a container's image cannot be seen from here
+    if launch.program and not launch.program.is_module and not asked.container:
+        launch.program.check()  # one in a container's image cannot be seen from here
 
 
 def find_system() -> str | None:
@@ -263,13 +245,13 @@ async def _job_options(queue: Queue, asked: BatchRequest) -> JobOptions:
         "queue": asked.queue,
         "walltime": asked.walltime,
         "account" if "account" in known else "project": asked.account,
+        "device": "auto",
+        "gpus_per_job": None if asked.own_gpus else asked.gpus_per_node,
         **await queue.allocation(asked, directives, site),
     }
     skipped = [*keywords.get("job_directives_skip", ()), *(site.get("job-directives-skip") or ())]
     keywords["job_directives_skip"] = skipped
-    given = {key: value for key, value in keywords.items() if value not in (None, "")}
-    gpus = None if asked.own_gpus else asked.gpus_per_node
-    return read_job_options(queue, {**given, "device": "auto", "gpus_per_job": gpus})
+    return read_job_options(queue, {k: v for k, v in keywords.items() if v != ""})
 
 
 def _preamble(batch: Batch, asked: BatchRequest) -> list[str]:

@@ -75,9 +75,8 @@ def copy(log: GrowingFile, say: Say) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         say(f"nobody reads stdout any more; the wait goes on. Log: {log.path}")
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), sys.stdout.fileno())
 
 
 def tell(batch: Batch, job_id: str, say: Say) -> None:

@@ -253,7 +253,6 @@ def test_without_gpus_the_workers_compute_on_the_cpu(words: tuple[str, ...], opt
         (("slurm", "--protocol", "ucx", "train.py"), 'submit --run "--protocol …"'),
         (("slurm", "--mem", "much", "train.py"), "0 for all of the node's (SLURM)"),
         (("slurm", "--run", "--protocol x", "train.py"), "--protocol: 'x' is not one of"),
-        (("slurm", "--run", "other.py", "train.py"), "more than options"),
         (("slurm", "--run", "'", "train.py"), "Check its quotes"),
         (("slurm", "--container", "'", "train.py"), "no closing quotation"),
         (("slurm", "--prologue", "a\nb", "train.py"), "the line 'a\\nb' has a control char"),
