@@ -36,7 +36,6 @@ from hpcdask.security import private
 from .base import Queue, Request
 from .helpers import ended, pick, read, render
 from .job_state import OVER, QueueState, QueueStatus
-from .registry import requested_gpus
 
 JOB, TAG, HOME = "HPCDASK_LOCAL_JOB", "HPCDASK_TAG", "HPCDASK_HOME"
 #: Variable with the GPUs that a job was given, which its processes may not all see.
@@ -100,11 +99,6 @@ class LocalQueue(Queue):
         self.refuse_nodes(request)
         asked = {"tag": request.tag, "gpus": request.gpus, "folder": request.folder}
         return render(job, [DIRECTIVE + json.dumps(asked)], preamble, command)
-
-    @classmethod
-    def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
-        """Read a request in the words of any system: this one has none of its own."""
-        return requested_gpus(directive, nodes)
 
     @classmethod
     def parse_walltime(cls, text: str) -> timedelta:

@@ -96,13 +96,6 @@ def batch_systems() -> list[str]:
     return [name for name in systems() if queue_class(name).launchers]
 
 
-def requested_gpus(directive: str, nodes: int = 1) -> int | None:
-    """Return what `Queue.requested_gpus` reads in the words of any system."""
-    queues = map(queue_class, batch_systems())
-    counts = (queue.requested_gpus(directive, nodes) for queue in queues)
-    return next((count for count in counts if count is not None), None)
-
-
 def system_of_job(
     environ: Mapping[str, str] | None = None, *, installed: bool = True
 ) -> str | None:
