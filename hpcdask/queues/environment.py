@@ -31,13 +31,8 @@ def job_id(environ: Mapping[str, str] | None = None, *, installed: bool = True) 
 
 def is_job_of_queue(job: str) -> bool:
     """Return whether the queueing system's variables are this job's, not an outer job's."""
-
-    def number(text: str) -> str:
-        return re.split(r"\D", text, maxsplit=1)[0]
-
-    system = find_system(system_of_job() or "")
-    names = [*FLUX, *((system.job, system.number) if system else ())]
-    return number(job) in {number(os.environ.get(name, "")) for name in names} - {""}
+    numbers = [re.split(r"\D", text, maxsplit=1)[0] for text in (job, job_id() or "none")]
+    return numbers[0] == numbers[1]
 
 
 def title_and_request(environ: Mapping[str, str] | None = None) -> tuple[str, str]:

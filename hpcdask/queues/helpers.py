@@ -227,10 +227,13 @@ def elements(text: str) -> list[int]:
     ]
 
 
-def ended(code: int | None) -> tuple[QueueState, str]:
-    """Return state and reason of a job that ended with this exit code; 128 + n is signal n."""
+def ended(code: int | None, *, failed: bool = False) -> tuple[QueueState, str]:
+    """Return state and reason of a job that ended with this exit code; 128 + n is signal n.
+
+    Without a code, or with 0, it has completed, unless the queue says that it has `failed`.
+    """
     if code is None or code == 0:
-        return QueueState.COMPLETED, ""
+        return (QueueState.FAILED if failed else QueueState.COMPLETED), ""
     if code == AGAIN:
         return QueueState.PREEMPTED, "the queue started it a second time"
     if 128 < code < 193:

@@ -183,12 +183,10 @@ def _seen(record: Mapping[str, str]) -> QueueStatus:
 
 
 def _end(record: Mapping[str, str]) -> helpers.End:
-    text, success = record.get("EXIT_CODE", ""), record["STAT"] == "DONE"
-    code = int(text) if text.isdigit() else 0 if success else None
+    text, failed = record.get("EXIT_CODE", ""), record["STAT"] == "EXIT"
+    code = int(text) if text.isdigit() else None if failed else 0
     why = record.get("EXIT_REASON", "").strip("- ")
-    state, reason = helpers.ended(code)
-    if state is QueueState.COMPLETED and not success:
-        state = QueueState.FAILED
+    state, reason = helpers.ended(code, failed=failed)
     return REASONS.get(why.partition(":")[0], state), why or reason, code
 
 

@@ -31,6 +31,11 @@ STATES = {
     "Terminated": (QueueState.COMPLETED, ""),
     "Error": (QueueState.FAILED, ""),
 }
+ENDS = {
+    "WALLTIME": QueueState.TIMEOUT,
+    "BESTEFFORT_KILL": QueueState.PREEMPTED,
+    "FRAG_JOB_REQUEST": QueueState.CANCELLED,
+}
 #: Paths of output that oarsub takes.
 NAMEABLE = re.compile(r"[\w./%\\ -]+", re.ASCII)
 DASK_DEFAULT = re.compile(r"/nodes=1/core=\d+")
@@ -195,20 +200,13 @@ def _read_job(job: str, facts: Mapping[str, Any]) -> QueueStatus:
 
 
 def _end(facts: Mapping[str, Any], word: str) -> helpers.End:
-    status = facts.get("exit_code")  # as of wait(2)
+    status, failed = facts.get("exit_code"), word == "Error"
     code = None
-    if status not in (None, ""):
+    if status not in (None, ""):  # as of wait(2)
         code = 128 + (int(status) & 127) if int(status) & 127 else int(status) >> 8
-    events = {event.get("type") for event in facts.get("events") or ()}
     message = str(facts.get("message") or "")
-    for event, state in (
-        ("WALLTIME", QueueState.TIMEOUT),
-        ("BESTEFFORT_KILL", QueueState.PREEMPTED),
-        ("FRAG_JOB_REQUEST", QueueState.CANCELLED),
-    ):
-        if event in events:
-            return state, message, code
-    state, reason = helpers.ended(code)
-    if word == "Error" and state is QueueState.COMPLETED:
-        state = QueueState.FAILED
-    return state, reason or (message if word == "Error" else ""), code
+    events = {event.get("type") for event in facts.get("events") or ()}
+    if known := next((ENDS[event] for event in ENDS if event in events), None):
+        return known, message, code
+    state, reason = helpers.ended(code, failed=failed)
+    return state, reason or (message if failed else ""), code

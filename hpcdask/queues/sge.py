@@ -97,13 +97,11 @@ class SgeQueue(Queue):
         return [number] if count == 1 else [f"{number}.{task + 1}" for task in range(count)]
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
-        return helpers.pick(ids, {job.id: job for job in await self._list()})
+        return helpers.pick(ids, await self._mine())
 
-    async def _list(self) -> list[QueueStatus]:
-        """Return all jobs of this user."""
-        return parse_qstat(
-            await self.answer("qstat", "-u", helpers.user(), "-xml", "-r", "-g", "d")
-        )
+    async def _mine(self) -> dict[str, QueueStatus]:
+        options = ("-u", helpers.user(), "-xml", "-r", "-g", "d")
+        return _parse_qstat(await self.answer("qstat", *options))
 
     @classmethod
     def lasting(cls, reason: str) -> str | None:
@@ -113,11 +111,11 @@ class SgeQueue(Queue):
         found: dict[str, QueueStatus] = {}
         for number in dict.fromkeys(job.split(".")[0] for job in ids):
             done = await self.run("qacct", "-j", number)  # fails until the job is accounted for
-            found |= parse_qacct(done.stdout)
+            found |= _parse_qacct(done.stdout)
         return helpers.pick(ids, found)
 
     async def tagged(self) -> dict[str, str]:
-        jobs = [job.id for job in await self._list()]
+        jobs = await self._mine()
         numbers = dict.fromkeys(job.split(".")[0] for job in jobs)
         if not numbers:
             return {}
@@ -131,24 +129,23 @@ class SgeQueue(Queue):
 # What qstat and qacct say
 
 
-def parse_qstat(text: str) -> list[QueueStatus]:
+def _parse_qstat(text: str) -> dict[str, QueueStatus]:
     """Read the answer of ``qstat -xml -r -g d``."""
-    jobs = []
+    jobs = {}
     for element in helpers.read_xml(text, "qstat").iter("job_list"):
         number = element.findtext("JB_job_number", "")
-        letters = element.findtext("state", "")
+        state, reason = _state(element.findtext("state", ""), number)
         start = element.findtext("JAT_start_time", "")[:19]
         started = helpers.unix_time(start, "%Y-%m-%dT%H:%M:%S")
         limit = element.findtext("hard_request[@name='h_rt']", "")
-        walltime = float(limit) if re.fullmatch(r"[\d.]+", limit) else None
-        ends = started + walltime if started and walltime else None
-        state, reason = _state(letters, number)
-        nodes = element.findtext("queue_name", "").partition("@")[2]
-        stuck = reason.startswith(ERROR)
+        ends = started + float(limit) if started and re.fullmatch(r"[\d.]+", limit) else None
+        nodes, stuck = (
+            element.findtext("queue_name", "").partition("@")[2],
+            reason.startswith(ERROR),
+        )
         tasks = helpers.elements(element.findtext("tasks", ""))
         for job in [f"{number}.{task}" for task in tasks] or [number]:
-            facts = (state, reason, None, 0, started, ends, nodes, stuck)
-            jobs.append(QueueStatus(job, *facts))
+            jobs[job] = QueueStatus(job, state, reason, None, 0, started, ends, nodes, stuck)
     return jobs
 
 
@@ -165,7 +162,7 @@ def _state(letters: str, number: str) -> tuple[QueueState, str]:
     return QueueState.UNKNOWN, letters
 
 
-def parse_qacct(text: str) -> dict[str, QueueStatus]:
+def _parse_qacct(text: str) -> dict[str, QueueStatus]:
     """Read the answer of ``qacct -j``; the last record of a job counts."""
     found = {}
     for block in re.split(r"^=+$", text, flags=re.M):
