@@ -21,7 +21,6 @@ from hpcdask.errors import NoAnswer, NotHere, QueueError, Refused, UsageError
 from .helpers import (
     AGAIN,
     clean_name,
-    double_quoted,
     first_number,
     one_line,
     option_values,
@@ -178,6 +177,7 @@ class Queue(ABC):
         GPUs too, but not for the tag and the log. Raises UsageError for what cannot be expressed.
         """
         self.refuse_nodes(request)
+        one_line(request.folder, "the folder of logs")
         name = self.job_name(request)
         header = self.header(job, name)
         lines = self.with_gpus(header, request) if request.gpus else header
@@ -220,12 +220,13 @@ class Queue(ABC):
         return clean_name(request.name, *self.name_form) if self.name_form else request.name
 
     def quote(self, value: str) -> str:
-        """Quote a value for the reader of directives."""
-        if re.fullmatch(r"[\w.@,+:/=%-]+", value, re.ASCII):
+        """Quote a value for the reader of directives, where it needs that."""
+        if re.fullmatch(r"[\w.@,+:/=%-]+", one_line(value, self.prefix), re.ASCII):
             return value
         if self.escaped is None:
-            return shlex.quote(one_line(value, self.prefix))
-        return double_quoted(value, self.prefix, self.escaped)
+            return shlex.quote(value)
+        text = "".join(f"\\{c}" if c in self.escaped else c for c in value)
+        return f'"{text}"'
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         """Add the request's GPUs, of which there are some, to the resources of the header."""
@@ -342,7 +343,7 @@ class Queue(ABC):
     @classmethod
     def lasting(cls, reason: str) -> str | None:
         """Return advice on jobs that wait for this reason; None where that ends by itself."""
-        return cls.advice if re.search(r"\bheld\b|never run", reason, re.I) else None
+        return cls.advice if re.search(r"\bheld\b|never run|error state", reason, re.I) else None
 
     @classmethod
     def judge(cls, seen: QueueStatus, words: str) -> str:

@@ -83,12 +83,6 @@ def one_line(value: str, what: str) -> str:
     return value
 
 
-def double_quoted(value: str, what: str, escaped: str = '"\\') -> str:
-    """Return a value in double quotes, each character of `escaped` behind a backslash."""
-    text = "".join(f"\\{c}" if c in escaped else c for c in one_line(value, what))
-    return f'"{text}"'
-
-
 def option_words(line: str, *, comments: bool = False) -> list[str]:
     """Split a line of options as a shell does."""
     try:

@@ -10,7 +10,6 @@ import json
 import re
 import time
 from collections.abc import Collection, Mapping
-from datetime import timedelta
 from typing import Any
 
 from . import helpers
@@ -83,9 +82,8 @@ class LsfQueue(Queue):
         return [*lines, f'#BSUB -gpu "{wanted}"']
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
-        folder = helpers.one_line(request.folder, "the folder of logs")
-        # What cannot be named goes nowhere
-        log = "/dev/null" if UNQUOTABLE.search(folder) else f'"{folder}/queue-%J.%I.log"'
+        odd = UNQUOTABLE.search(request.folder)  # what cannot be named goes nowhere
+        log = "/dev/null" if odd else f'"{request.folder}/queue-%J.%I.log"'
         return [*lines, f'#BSUB -Jd "{request.tag}"', "#BSUB -rn", f"#BSUB -o {log}"]
 
     @classmethod
@@ -94,10 +92,6 @@ class LsfQueue(Queue):
         for value in helpers.option_values(directive, "-gpu"):
             return helpers.first_number(cls.gpu_pattern, [value]) or 1
         return helpers.first_number(USAGE, helpers.option_values(directive, "-R"))
-
-    @classmethod
-    def parse_walltime(cls, text: str) -> timedelta:
-        return super().parse_walltime(text.partition("/")[0])
 
     async def allocation(
         self, asked: Allocation, directives: list[str], site: Mapping[str, Any]

@@ -88,7 +88,7 @@ class OarQueue(Queue):
         return [*lines, f"#OAR -l {shlex.quote(_add('/nodes=1', request))}"]
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
-        log = helpers.one_line(f"{request.folder}/queue-%jobid%.log", "the folder of logs")
+        log = f"{request.folder}/queue-%jobid%.log"
         log = shlex.quote(log) if NAMEABLE.fullmatch(log) else "/dev/null"
         return [*lines, f"#OAR -O {log}", f"#OAR -E {log}", f"{TAG}{request.tag}"]
 

@@ -84,8 +84,8 @@ class PbsQueue(Queue):
         return [*lines, f"#PBS -l {','.join(_gpus('select', request))}"]
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
-        folder = helpers.one_line(request.folder, "the folder of logs").rstrip("/") + "/"
-        own = ["#PBS -j oe", f"#PBS -o {shlex.quote(folder)}", "#PBS -W umask=077"]
+        folder = shlex.quote(request.folder.rstrip("/") + "/")
+        own = ["#PBS -j oe", f"#PBS -o {folder}", "#PBS -W umask=077"]
         # of several ``-v`` the last one counts
         given = [line for line in lines if line.startswith("#PBS -v ")]
         tag = f"{given[-1] + ',' if given else '#PBS -v '}HPCDASK_TAG={request.tag}"

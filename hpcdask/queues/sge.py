@@ -59,10 +59,8 @@ class SgeQueue(Queue):
         return [*lines, f"#$ -l {','.join([f'gpu={request.gpus}', *request.kind('gpu_type')])}"]
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
-        folder = helpers.one_line(request.folder, "the folder of logs")
-        # What cannot be named goes nowhere
-        odd = UNQUOTABLE.search(folder)
-        log = "/dev/null" if odd else f'"{folder}/queue-$JOB_ID.$TASK_ID.log"'
+        odd = UNQUOTABLE.search(request.folder)  # what cannot be named goes nowhere
+        log = "/dev/null" if odd else f'"{request.folder}/queue-$JOB_ID.$TASK_ID.log"'
         lines = [*lines, f"#$ -ac HPCDASK_TAG={request.tag}", "#$ -r n", f"#$ -o {log}"]
         if request.warned:  # SIGUSR2 before SIGKILL, and SIGUSR1 before SIGSTOP
             lines.append("#$ -notify")
@@ -102,10 +100,6 @@ class SgeQueue(Queue):
     async def _mine(self) -> dict[str, QueueStatus]:
         options = ("-u", helpers.user(), "-xml", "-r", "-g", "d")
         return _parse_qstat(await self.answer("qstat", *options))
-
-    @classmethod
-    def lasting(cls, reason: str) -> str | None:
-        return "End it: qdel JOB" if reason.startswith(ERROR) else super().lasting(reason)
 
     async def departed(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         found: dict[str, QueueStatus] = {}
@@ -152,7 +146,7 @@ def _parse_qstat(text: str) -> dict[str, QueueStatus]:
 def _state(letters: str, number: str) -> tuple[QueueState, str]:
     if "q" in letters or "w" in letters:
         if "E" in letters:
-            return QueueState.PENDING, f"{ERROR} {letters}, why: qacct -j {number}"
+            return QueueState.PENDING, f"{ERROR} {letters}: see qacct -j {number}, end it with qdel"
         held = "held" if "h" in letters else ""
         return (QueueState.REQUEUED if "R" in letters else QueueState.PENDING), held
     if "r" in letters or "t" in letters or "d" in letters:

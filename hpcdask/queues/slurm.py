@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
 
 from .base import Allocation, Queue, Request
-from .helpers import double_quoted, elements, option_values, option_words, parse_clock, pick, read
+from .helpers import elements, option_values, option_words, parse_clock, pick, read
 from .job_state import OVER, QueueState, QueueStatus
 
 GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
@@ -183,8 +183,8 @@ class SlurmQueue(Queue):
             lines.append(f"#SBATCH --nodes={request.nodes} --ntasks-per-node=1")
         name = SINGLE_LOG if request.alone else ARRAY_LOG
         log = os.path.join(request.folder.replace("%", "%%"), name)
-        comment = f"#SBATCH --comment={double_quoted(request.tag, 'the tag')}"
-        return [*lines, comment, f"#SBATCH --output={double_quoted(log, 'the folder of logs')}"]
+        comment = f"#SBATCH --comment={self.quote(request.tag)}"
+        return [*lines, comment, f"#SBATCH --output={self.quote(log)}"]
 
     def replaced(self, job: Any) -> list[str]:
         """See `Queue.replaced`."""

@@ -65,7 +65,7 @@ GOLDEN: dict[str, tuple[dict[str, Any], str]] = {
 #SBATCH --mem=64G
 #SBATCH -t 00:30:00
 #SBATCH --gres=gpu:a100:2
-#SBATCH --comment="hpcdask:ab12cd34"
+#SBATCH --comment=hpcdask:ab12cd34
 #SBATCH --output="/home/ann/it's \\"old\\"; $1/logs/queue-%A_%a.log"
 
 export HPCDASK_JOB_ID=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+\
@@ -488,7 +488,6 @@ WALLTIMES = {
     ("SGE", "0:30:0"): timedelta(minutes=30),
     ("LSF", "90"): timedelta(minutes=90),
     ("LSF", "1:30"): timedelta(minutes=90),
-    ("LSF", "1:30/hostA"): timedelta(minutes=90),
     ("Local", "90"): timedelta(seconds=90),
     ("Local", "5min"): timedelta(minutes=5),
     ("Local", "1h30m"): timedelta(minutes=90),

@@ -95,7 +95,7 @@ SLURM = """\
 #SBATCH --ntasks-per-node=4
 #SBATCH --open-mode=append
 #SBATCH --gres=gpu:4
-#SBATCH --comment="hpcdask:submit-my_train_py-ID"
+#SBATCH --comment=hpcdask:submit-my_train_py-ID
 #SBATCH --output="/ann/my runs; 1/hpcdask-%j.log"
 
 cd '/ann/my runs; 1' || exit
@@ -174,7 +174,7 @@ def test_what_is_configured_for_dask_jobqueue_counts_except_a_worker_s_gpus():
     }
     with dask.config.set(configured):
         text = script("slurm", "--prologue", "module load mine", "train.py")
-    there = ["-p gpu", "--qos=high", '--output="/logs/hpcdask-%j.log"']
+    there = ["-p gpu", "--qos=high", "--output=/logs/hpcdask-%j.log"]
     assert all(f"\n#SBATCH {line}\n" in text for line in there)
     assert "\nmodule load site\nmodule load mine\n" in text
     assert "gpu:1\n#SBATCH --qos" not in text
