@@ -35,33 +35,27 @@ def is_job_of_queue(job: str) -> bool:
     return numbers[0] == numbers[1]
 
 
-def title_and_request(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+def title_and_request() -> tuple[str, str]:
     """Return the name of the job's system and how to ask it for a GPU; empty without a job."""
-    environ = os.environ if environ is None else environ
-    if name := system_of_job(environ):
+    if name := system_of_job():
         queue = queue_class(name)
         return queue.title, queue.gpu_example
-    if any(map(environ.get, FLUX)):
+    if any(map(os.environ.get, FLUX)):
         return "Flux", "flux run --gpus-per-task=1"
     return "", ""
-
-
-def granted(environ: Mapping[str, str]) -> str:
-    """Return the variable that tells the job's GPUs on this node, as ``NAME=value``, or ""."""
-    named = [name for name in GRANTED if environ.get(name)]
-    named += [name for name in GRANTED_COUNTS if environ.get(name, "0") not in ("", "0")]
-    return f"{named[0]}={environ[named[0]]}" if named else ""
 
 
 def how_to_request(job: str | None) -> str:
     """Return advice on how to get a GPU, in a queueing system's job or on a workstation."""
     if job is None:
         return "Check nvidia-smi and CUDA_VISIBLE_DEVICES there. "
-    _, way = title_and_request()
-    if given := granted(os.environ):
+    (_, way), number = title_and_request(), job.partition(".r")[0]
+    given = [name for name in GRANTED if os.environ.get(name)]
+    given += [name for name in GRANTED_COUNTS if os.environ.get(name, "0") not in ("", "0")]
+    if given:
         return (
-            f"This job ({job.partition('.r')[0]}) has GPUs ({given}): see nvidia-smi there, "
-            f"CUDA_VISIBLE_DEVICES, and whether the step has them: {way}. In a container, pass "
-            f"them in: apptainer exec --nv, or docker run --gpus all. "
+            f"This job ({number}) has GPUs ({given[0]}={os.environ[given[0]]}): see nvidia-smi "
+            f"there, CUDA_VISIBLE_DEVICES, and whether the step has them: {way}. In a container, "
+            f"pass them in: apptainer exec --nv, or docker run --gpus all. "
         )
-    return f"This job ({job.partition('.r')[0]}) got none: request them, for example {way}. "
+    return f"This job ({number}) got none: request them, for example {way}. "

@@ -44,8 +44,8 @@ GPUS = "HPCDASK_LOCAL_GPUS"
 KILL_WAIT_S, LOOK_S = 5.0, 0.5
 #: How the line of a script begins that says, in JSON, what the job asks for.
 DIRECTIVE = "#HPCDASK "
-#: Processes and their environments, by the jobs' ids.
-Found = dict[str, list[tuple[psutil.Process, dict[str, str]]]]
+#: Environment and processes of each job, by its id.
+Found = dict[str, tuple[dict[str, str], list[psutil.Process]]]
 _numbers = itertools.count()
 
 
@@ -136,14 +136,13 @@ class LocalQueue(Queue):
             entry.cancelled = True  # also for a thread that is starting it
             if entry.leader is None:
                 entry.note(QueueState.CANCELLED, "cancelled")
-        for processes in pick(ids, await asyncio.to_thread(_living)).values():
+        for _, processes in pick(ids, await asyncio.to_thread(_living)).values():
             _send(processes, signal.SIGTERM, signal.SIGCONT)  # what is stopped ends too
 
     async def tagged(self) -> dict[str, str]:
         """Return tags of jobs of this user and ``HPCDASK_HOME``, and of those that wait here."""
         found, home = await asyncio.to_thread(_living), home_folder()
-        envs = {job_id: some[0][1] for job_id, some in found.items()}
-        tags = {job_id: env[TAG] for job_id, env in envs.items() if env.get(HOME) == home}
+        tags = {job: env[TAG] for job, (env, _) in found.items() if env.get(HOME) == home}
         return tags | {job: one.tag for job, one in self._entries.items() if one.lives}
 
     # In threads
@@ -163,7 +162,7 @@ class LocalQueue(Queue):
         found = _living() if exited else {}
         for job, code in exited.items():
             if job in found:
-                _send(found[job], signal.SIGKILL)
+                _send(found[job][1], signal.SIGKILL)
             else:
                 self._settle(self._entries[job], code)
         if waiting := [entry for entry in live if not entry.leader]:
@@ -183,8 +182,8 @@ class LocalQueue(Queue):
         """Start jobs for which there are GPUs, in the order in which they came."""
         with os.fdopen(private.open_lock(f"{private.node_folder('gpus')}/lock")) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # against other programs of this user
-            living = itertools.chain(*_living().values())
-            taken = {uuid for _, env in living for uuid in env.get(GPUS, "").split(",")}
+            living = _living().values()
+            taken = {uuid for env, _ in living for uuid in env.get(GPUS, "").split(",")}
             free = [uuid for uuid in self.gpus or () if uuid not in taken]
             for entry in waiting:
                 if entry.cancelled:
@@ -228,20 +227,20 @@ class LocalQueue(Queue):
 
 
 def _living() -> Found:
-    """Return the processes of this user's jobs on this machine."""
+    """Return the jobs of this user that have processes on this machine."""
     found: Found = {}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             # psutil takes 40 us to say that a process is another user's, stat 5
             if os.stat(f"/proc/{process.pid}").st_uid == os.geteuid():
                 env = process.environ()
-                found.setdefault(env.get(JOB, ""), []).append((process, env))
+                found.setdefault(env.get(JOB, ""), (env, []))[1].append(process)
     found.pop("", None)
     return found
 
 
-def _send(processes: Iterable[tuple[psutil.Process, dict[str, str]]], *numbers: int) -> None:
-    for process, _ in processes:
+def _send(processes: Iterable[psutil.Process], *numbers: int) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.Error):
             for number in numbers:
                 process.send_signal(number)

@@ -41,28 +41,21 @@ class System(NamedTuple):
 #: In the order in which commands are looked for: SLURM, Grid Engine and Moab may have a qsub too.
 SYSTEMS = {
     "slurm": System(
-        "hpcdask.queues.slurm:SlurmQueue",
+        ".slurm:SlurmQueue",
         "SLURMCUDACluster",
         "SLURM_JOB_ID",
-        "SLURM_RESTART_COUNT",
-        "SLURM_ARRAY_JOB_ID",
+        restarts="SLURM_RESTART_COUNT",
+        number="SLURM_ARRAY_JOB_ID",
     ),
-    "lsf": System("hpcdask.queues.lsf:LsfQueue", "LSFCUDACluster", "LSB_JOBID"),
-    # JOB_ID alone might be anybody's
-    "sge": System(
-        "hpcdask.queues.sge:SgeQueue",
-        "SGECUDACluster",
-        "SGE_JOB_SPOOL_DIR",
-        number="JOB_ID",
-        task="SGE_TASK_ID",
+    "lsf": System(".lsf:LsfQueue", "LSFCUDACluster", "LSB_JOBID"),
+    "sge": System(  # JOB_ID alone might be anybody's
+        ".sge:SgeQueue", "SGECUDACluster", "SGE_JOB_SPOOL_DIR", number="JOB_ID", task="SGE_TASK_ID"
     ),
-    "moab": System("hpcdask.queues.moab:MoabQueue", "MoabCUDACluster"),  # its jobs are PBS's too
-    "pbs": System("hpcdask.queues.pbs:PbsQueue", "PBSCUDACluster", "PBS_JOBID"),
-    "oar": System("hpcdask.queues.oar:OarQueue", "OARCUDACluster", "OAR_JOB_ID"),
-    "htcondor": System(
-        "hpcdask.queues.htcondor:HtcondorQueue", "HTCondorCUDACluster", "_CONDOR_JOB_AD"
-    ),
-    "local": System("hpcdask.queues.local:LocalQueue", "LocalCUDAJobCluster"),
+    "moab": System(".moab:MoabQueue", "MoabCUDACluster"),  # its jobs are PBS's too
+    "pbs": System(".pbs:PbsQueue", "PBSCUDACluster", "PBS_JOBID"),
+    "oar": System(".oar:OarQueue", "OARCUDACluster", "OAR_JOB_ID"),
+    "htcondor": System(".htcondor:HtcondorQueue", "HTCondorCUDACluster", "_CONDOR_JOB_AD"),
+    "local": System(".local:LocalQueue", "LocalCUDAJobCluster"),
 }
 
 
@@ -87,7 +80,7 @@ def queue_class(name: str) -> type[Queue]:
     if (system := find_system(name)) is None:
         raise UsageError(f"there is no queue {name!r}. There are: {', '.join(systems())}")
     module, _, queue = system.queue.partition(":")
-    found: type[Queue] = getattr(importlib.import_module(module), queue)
+    found: type[Queue] = getattr(importlib.import_module(module, __package__), queue)
     return found
 
 
