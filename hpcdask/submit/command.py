@@ -110,7 +110,7 @@ def submit(system: str | None, dry_run: bool, wait: bool, **job: Any) -> None:
 
     instead = "hpcdask submit --dry-run --system SYSTEM shows what would be submitted"
     if system is None and (system := find_system()) is None:
-        system, instead = batch_systems()[0], f"Nor is another system's command here. {instead}"
+        system, instead = batch_systems()[0], f"No other system is found either. {instead}"
         if dry_run:
             title = queue_class(system).title
             say(f"no queueing system is found here: this is a script for {title}; see --system")
