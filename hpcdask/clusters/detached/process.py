@@ -13,8 +13,9 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import dask.config
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 #: The module that is the cluster's process.
 PROGRAM = "hpcdask.clusters.detached.control"
-#: Script in the cluster's folder that starts it.
-SCRIPT = "control.sh"
 #: Seconds without clients, attached notebooks and Dask tasks after which a cluster ends.
 IDLE_TIMEOUT_S = 3600.0
 #: Defaults of the scheduler's job.
@@ -101,13 +100,13 @@ def prepare(cls: type[JobCluster], given: Mapping[str, Any]) -> tuple[ClusterFol
     )
     detached.refuse_taken(name, options.base)
     folder = ClusterFolder.create(new_name(name), cls.queue_name, options.base)
-    with _marked_if_it_fails(folder):
-        ControlRecord(name, idle_timeout_s=idle_s, walltime_s=walltime_s).write(folder)
-        text = json.dumps(request.to_json())
-        private.write_private(str(folder.path / detached.REQUEST), text)
-        private.write_private(str(folder.path / SCRIPT), _script(folder, options, scheduler))
-        (folder.path / SCRIPT).chmod(0o700)
-    return folder, functools.partial(_start, folder, options.queue if on_node else None)
+    script = folder.path / "control.sh"
+    private.write_private(str(script), _script(folder, options, scheduler))
+    script.chmod(0o700)
+    text = json.dumps(request.to_json())
+    private.write_private(str(folder.path / detached.REQUEST), text)
+    ControlRecord(name, idle_timeout_s=idle_s, walltime_s=walltime_s).write(folder)
+    return folder, functools.partial(_start, folder, script, options.queue if on_node else None)
 
 
 def _scheduler_job(
@@ -156,23 +155,16 @@ def _script(folder: ClusterFolder, options: ClusterOptions, scheduler: JobOption
     return options.queue.script(job.job, request, preamble, lines)
 
 
-async def _start(folder: ClusterFolder, queue: Queue | None) -> None:
+async def _start(folder: ClusterFolder, script: Path, queue: Queue | None) -> None:
     """Submit the scheduler's job to a queue, or start its process here."""
-    script = str(folder.path / SCRIPT)
-    with _marked_if_it_fails(folder):
+    try:
         if queue is None:  # outside of this process's tree, session and terminal
-            words = ["setsid", "--fork", "bash", script]
+            words = ["setsid", "--fork", "bash", str(script)]
             quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
             await asyncio.to_thread(lambda: subprocess.run(words, check=True, timeout=60, **quiet))
         else:
-            (job_id,) = await queue.submit(script, 1)
+            (job_id,) = await queue.submit(str(script), 1)
             private.write_private(str(folder.path / detached.JOB_ID), job_id)
-
-
-@contextlib.contextmanager
-def _marked_if_it_fails(folder: ClusterFolder) -> Iterator[None]:
-    try:
-        yield
     except BaseException as error:
         detached.mark_ended(folder, f"its scheduler could not be started: {error}")
         raise
