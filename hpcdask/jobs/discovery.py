@@ -77,7 +77,7 @@ class ClusterRecord:
         submitted = self.folder.submitted() if self.folder else {}
         for job_id, seen in self.jobs.items():
             report = known.pop(job_id, None)
-            if report is None or report.contradicts(seen):
+            if report is None or (report.state in WAITING) != (seen.state in WAITING):
                 since, group = submitted.get(job_id), self.groups.get(job_id, "")
                 yield JobReport.of_queue(seen, since, group)
             else:

@@ -290,26 +290,19 @@ def prune(base: str | os.PathLike[str] | None = None, older_than_days: float = 3
 
 
 def make_owned(path: Path) -> None:
-    """Make a folder if it is missing, and check it as `check_owned` does. Raises OSError, too."""
-    make_folders(str(path))
-    check_owned(path)
+    """Make a folder if it is missing. Raises OSError, too.
 
-
-def check_owned(path: Path) -> None:
-    """Raise UsageError for a folder in which others could replace files.
-
-    It belongs to another user, or others may write in it or rename it.
+    Raises UsageError for one in which others could replace files: it belongs to another user, or
+    others may write in it.
     """
+    make_folders(str(path))
     status = path.stat()
     yours = f"name one of yours, such as {path}/$USER"
     if status.st_uid != os.geteuid():
         raise UsageError(f"{path} belongs to another user (uid {status.st_uid}): {yours}")
     if others_may_write(status):
         raise UsageError(f"others may write in {path}: chmod go-w {path}, or {yours}")
-    try:
-        refuse_open(str(path))
-    except OSError as error:
-        raise UsageError(f"{error.strerror}. Name another folder than {path}") from None
+    refuse_open(str(path))
 
 
 def _words(text: str) -> list[str]:

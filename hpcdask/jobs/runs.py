@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,11 @@ class Run:
         if lives is False:
             return "dead", f"its rank 0 (process {self.owner.pid} on {self.owner.host}) is gone"
         if lives is None:
-            lives = await asyncio.to_thread(self._answers)
+            with contextlib.suppress(OSError):  # TimeoutError is one
+                where = scheduler_file.endpoint(self.address)
+                _, writer = await asyncio.wait_for(asyncio.open_connection(*where), ANSWER_S)
+                writer.close()
+                lives = True
         if lives:
             return "running", ""
         if self.queue:
@@ -84,13 +87,6 @@ class Run:
                 if seen is None or seen.state in OVER:
                     return "dead", f"its job {self.job} is over"
         return "unknown", f"{self.address} is not reachable from here"
-
-    def _answers(self) -> bool:
-        """Return whether its scheduler can be reached from here."""
-        where = scheduler_file.endpoint(self.address)
-        with contextlib.suppress(OSError), socket.create_connection(where, timeout=ANSWER_S):
-            return True
-        return False
 
     async def clear(self) -> str:
         """Remove scheduler file and keys of a run that is dead, and return why it is."""

@@ -38,10 +38,6 @@ class JobReport(Record):
         since = seen.started or submitted
         return cls(seen.id, seen.state, seen.reason, None, None, seen.nodes, since, group)
 
-    def contradicts(self, seen: QueueStatus) -> bool:
-        """Return whether the queue says that the job has started or waits again since."""
-        return (self.state in WAITING) != (seen.state in WAITING)
-
 
 @dataclass(frozen=True)
 class ClusterReport(Record):
