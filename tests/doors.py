@@ -13,7 +13,7 @@ from distributed import Client
 
 from hpcdask.clusters.options import import_job_class
 from hpcdask.queues.base import Queue, Request
-from hpcdask.queues.job_state import QueueState, QueueStatus
+from hpcdask.queues.job_state import JobState, QueueStatus
 from launching import run_cli, wait_for
 
 TAG = "hpcdask:ab12cd34"
@@ -71,7 +71,7 @@ def ask(queue: Queue, job: str) -> QueueStatus | None:
     return asyncio.run(both()).get(job)
 
 
-def wait_for_state(queue: Queue, job: str, *states: QueueState, timeout: float = 30) -> QueueStatus:
+def wait_for_state(queue: Queue, job: str, *states: JobState, timeout: float = 30) -> QueueStatus:
     """Wait until the queue shows a job in one of these states."""
 
     def reached() -> QueueStatus | None:

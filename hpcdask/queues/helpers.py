@@ -19,7 +19,7 @@ from hpcdask.errors import QueueError, UsageError
 from hpcdask.process import signal_name
 from hpcdask.upstream.parts import prologue
 
-from .job_state import OVER, QueueState, QueueStatus
+from .job_state import OVER, JobState, QueueStatus
 
 if TYPE_CHECKING:
     from xml.etree import ElementTree
@@ -28,9 +28,9 @@ T = TypeVar("T")
 #: Exit code of a job that the queue has started a second time.
 AGAIN = 75
 #: What a state's word means, and the reason to tell if the queue gives none.
-Words = Mapping[str, tuple[QueueState, str]]
+Words = Mapping[str, tuple[JobState, str]]
 #: State, reason and exit code of a job that is over.
-End = tuple[QueueState, str, int | None]
+End = tuple[JobState, str, int | None]
 
 
 # What a script says
@@ -200,11 +200,11 @@ def fold(
     `waits` is why it waits, if it does, and `again` tells whether it has run before; `end` is asked
     how it ended if it is over.
     """
-    state, reason = known.get(word, (QueueState.UNKNOWN, word))
+    state, reason = known.get(word, (JobState.UNKNOWN, word))
     ends = started + walltime if started and walltime else None
     code = None
-    if state is QueueState.PENDING:
-        state = QueueState.REQUEUED if again else state
+    if state is JobState.PENDING:
+        state = JobState.REQUEUED if again else state
         reason, started, ends = waits or reason, None, None
     elif state in OVER:
         state, reason, code = end()
@@ -221,18 +221,18 @@ def elements(text: str) -> list[int]:
     ]
 
 
-def ended(code: int | None, *, failed: bool = False) -> tuple[QueueState, str]:
+def ended(code: int | None, *, failed: bool = False) -> tuple[JobState, str]:
     """Return state and reason of a job that ended with this exit code; 128 + n is signal n.
 
     Without a code, or with 0, it has completed, unless the queue says that it has `failed`.
     """
     if code is None or code == 0:
-        return (QueueState.FAILED if failed else QueueState.COMPLETED), ""
+        return (JobState.FAILED if failed else JobState.COMPLETED), ""
     if code == AGAIN:
-        return QueueState.PREEMPTED, "the queue started it a second time"
+        return JobState.PREEMPTED, "the queue started it a second time"
     if 128 < code < 193:
-        return QueueState.FAILED, f"ended by {signal_name(code - 128)}"
-    return QueueState.FAILED, ""
+        return JobState.FAILED, f"ended by {signal_name(code - 128)}"
+    return JobState.FAILED, ""
 
 
 def unix_time(text: str | None, form: str) -> float | None:

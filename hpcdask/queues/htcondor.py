@@ -9,14 +9,14 @@ from typing import Any
 
 from . import helpers
 from .base import Queue, Request
-from .job_state import QueueState, QueueStatus
+from .job_state import JobState, QueueStatus
 
 STATES = {
-    "status 1": (QueueState.PENDING, ""),
-    **dict.fromkeys(("status 3", "status 4"), (QueueState.COMPLETED, "")),
-    "status 5": (QueueState.PENDING, "held"),
-    **dict.fromkeys(("status 2", "status 6"), (QueueState.RUNNING, "")),
-    "status 7": (QueueState.RUNNING, "suspended"),
+    "status 1": (JobState.PENDING, ""),
+    **dict.fromkeys(("status 3", "status 4"), (JobState.COMPLETED, "")),
+    "status 5": (JobState.PENDING, "held"),
+    **dict.fromkeys(("status 2", "status 6"), (JobState.RUNNING, "")),
+    "status 7": (JobState.RUNNING, "suspended"),
 }
 
 
@@ -113,8 +113,8 @@ def _read_job(ad: Mapping[str, Any]) -> QueueStatus:
 def _end(ad: Mapping[str, Any]) -> helpers.End:
     reason = ad.get("RemoveReason", "")
     if "PeriodicRemove" in reason:
-        return QueueState.FAILED, ad.get("LastHoldReason", reason), None
+        return JobState.FAILED, ad.get("LastHoldReason", reason), None
     if ad["JobStatus"] == 3:
-        return QueueState.CANCELLED, reason, None
+        return JobState.CANCELLED, reason, None
     code = 128 + ad["ExitSignal"] if ad.get("ExitBySignal") else ad.get("ExitCode")
     return *helpers.ended(code), code

@@ -22,7 +22,6 @@ class JobState(StrEnum):
     TIMEOUT = "timeout"  # ended by its walltime
 
 
-QueueState = JobState
 #: States of jobs that have no nodes yet, or nodes that still boot.
 WAITING = frozenset({JobState.PENDING, JobState.REQUEUED})
 #: States of jobs that the queue has done with.

@@ -35,7 +35,7 @@ from hpcdask.security import private
 
 from .base import Queue, Request
 from .helpers import ended, pick, read, render
-from .job_state import OVER, QueueState, QueueStatus
+from .job_state import OVER, JobState, QueueStatus
 
 JOB, TAG, HOME = "HPCDASK_LOCAL_JOB", "HPCDASK_TAG", "HPCDASK_HOME"
 #: Variable with the GPUs that a job was given, which its processes may not all see.
@@ -66,7 +66,7 @@ class Entry:
         """Return whether the job is not over."""
         return self.status.state not in OVER
 
-    def note(self, state: QueueState, reason: str = "", **facts: Any) -> None:
+    def note(self, state: JobState, reason: str = "", **facts: Any) -> None:
         """Change the status."""
         self.status = replace(self.status, state=state, reason=reason, **facts)
 
@@ -117,7 +117,7 @@ class LocalQueue(Queue):
             )
         submitter = f"{os.getpid()}.{process_start(os.getpid())}"
         ids = [f"{submitter}.{next(_numbers)}" for _ in range(count)]
-        new = [Entry(QueueStatus(one, QueueState.PENDING), script, **asked) for one in ids]
+        new = [Entry(QueueStatus(one, JobState.PENDING), script, **asked) for one in ids]
         self._entries |= {entry.status.id: entry for entry in new}
         await asyncio.to_thread(self._advance, new)
         threading.Thread(target=self._watch, args=(new,), name="local jobs", daemon=True).start()
@@ -126,7 +126,7 @@ class LocalQueue(Queue):
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         """Return the status of jobs; another process's job runs, or is not known."""
         found, node = await asyncio.to_thread(_living), os.uname().nodename
-        running = {job: QueueStatus(job, QueueState.RUNNING, nodes=node) for job in found}
+        running = {job: QueueStatus(job, JobState.RUNNING, nodes=node) for job in found}
         known = {job: entry.status for job, entry in self._entries.items()}
         return pick(ids, running | known)
 
@@ -135,7 +135,7 @@ class LocalQueue(Queue):
         for entry in pick(ids, self._entries).values():
             entry.cancelled = True  # also for a thread that is starting it
             if entry.leader is None:
-                entry.note(QueueState.CANCELLED, "cancelled")
+                entry.note(JobState.CANCELLED, "cancelled")
         for _, processes in pick(ids, await asyncio.to_thread(_living)).values():
             _send(processes, signal.SIGTERM, signal.SIGCONT)  # what is stopped ends too
 
@@ -173,9 +173,9 @@ class LocalQueue(Queue):
         code = 128 - code if code < 0 else code
         state, reason = ended(code)
         if entry.cancelled:
-            state, reason = QueueState.CANCELLED, "cancelled"
+            state, reason = JobState.CANCELLED, "cancelled"
         elif time.time() >= (entry.status.ends or math.inf):
-            state, reason = QueueState.TIMEOUT, f"walltime of {self.walltime_s:g} s"
+            state, reason = JobState.TIMEOUT, f"walltime of {self.walltime_s:g} s"
         entry.note(state, reason, exit_code=code)
 
     def _start(self, waiting: Iterable[Entry]) -> None:
@@ -187,13 +187,13 @@ class LocalQueue(Queue):
             free = [uuid for uuid in self.gpus or () if uuid not in taken]
             for entry in waiting:
                 if entry.cancelled:
-                    entry.note(QueueState.CANCELLED, "cancelled")
+                    entry.note(JobState.CANCELLED, "cancelled")
                 elif self.gpus is None or len(free) >= entry.gpus:
                     self._launch(entry, free[: entry.gpus])
                     free = free[entry.gpus :]
                 else:
                     some = f"{len(free)} of {len(self.gpus)} GPUs are free, not {entry.gpus}"
-                    entry.note(QueueState.PENDING, f"Resources: {some}")
+                    entry.note(JobState.PENDING, f"Resources: {some}")
 
     def _launch(self, entry: Entry, gpus: Sequence[str]) -> None:
         """Start a job on these GPUs."""
@@ -220,10 +220,10 @@ class LocalQueue(Queue):
             if entry.cancelled:  # meanwhile
                 leader.terminate()
         except OSError as error:
-            entry.note(QueueState.FAILED, f"it cannot be started: {error}")
+            entry.note(JobState.FAILED, f"it cannot be started: {error}")
         else:
             ends, node = now + limit if limit else None, os.uname().nodename
-            entry.note(QueueState.RUNNING, started=now, ends=ends, nodes=node)
+            entry.note(JobState.RUNNING, started=now, ends=ends, nodes=node)
 
 
 def _living() -> Found:

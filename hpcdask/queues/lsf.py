@@ -14,27 +14,27 @@ from typing import Any
 
 from . import helpers
 from .base import Allocation, Queue, Request
-from .job_state import QueueState, QueueStatus
+from .job_state import JobState, QueueStatus
 
 #: What the reader of options, or of the names of files, takes for something else.
 UNQUOTABLE = re.compile(r"""['"\\$%`]""")
 FIELDS = "jobid jobindex stat exit_code exit_reason pend_reason start_time exec_host"
 STATES = {
-    **dict.fromkeys(("PEND", "PSUSP", "WAIT", "PROV"), (QueueState.PENDING, "")),
-    "RUN": (QueueState.RUNNING, ""),
-    **dict.fromkeys(("USUSP", "SSUSP"), (QueueState.RUNNING, "suspended")),
-    "DONE": (QueueState.COMPLETED, ""),
-    "EXIT": (QueueState.FAILED, ""),
+    **dict.fromkeys(("PEND", "PSUSP", "WAIT", "PROV"), (JobState.PENDING, "")),
+    "RUN": (JobState.RUNNING, ""),
+    **dict.fromkeys(("USUSP", "SSUSP"), (JobState.RUNNING, "suspended")),
+    "DONE": (JobState.COMPLETED, ""),
+    "EXIT": (JobState.FAILED, ""),
 }
 #: LSF's older form of a request of GPUs, ``-R "rusage[ngpus_excl_p=2]"``.
 USAGE = re.compile(r"\brusage\s*\[[^]]*?\bngpus\w*=(\d+)", re.I)
 #: Why LSF ended a job, by the first word of its reason.
 REASONS = {
-    **dict.fromkeys(("TERM_RUNLIMIT", "TERM_DEADLINE"), QueueState.TIMEOUT),
-    **dict.fromkeys(("TERM_OWNER", "TERM_FORCE_OWNER"), QueueState.CANCELLED),
-    **dict.fromkeys(("TERM_ADMIN", "TERM_FORCE_ADMIN"), QueueState.CANCELLED),
-    **dict.fromkeys(("TERM_REQUEUE_OWNER", "TERM_REQUEUE_ADMIN"), QueueState.PREEMPTED),
-    "TERM_PREEMPT": QueueState.PREEMPTED,
+    **dict.fromkeys(("TERM_RUNLIMIT", "TERM_DEADLINE"), JobState.TIMEOUT),
+    **dict.fromkeys(("TERM_OWNER", "TERM_FORCE_OWNER"), JobState.CANCELLED),
+    **dict.fromkeys(("TERM_ADMIN", "TERM_FORCE_ADMIN"), JobState.CANCELLED),
+    **dict.fromkeys(("TERM_REQUEUE_OWNER", "TERM_REQUEUE_ADMIN"), JobState.PREEMPTED),
+    "TERM_PREEMPT": JobState.PREEMPTED,
 }
 
 

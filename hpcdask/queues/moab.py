@@ -8,15 +8,15 @@ from typing import Any
 
 from . import helpers
 from .base import Request
-from .job_state import QueueState, QueueStatus
+from .job_state import JobState, QueueStatus
 from .pbs import PbsQueue
 
 STATES = {
-    **dict.fromkeys(("Idle", "Staged", "Blocked", "Deferred"), (QueueState.PENDING, "")),
-    **dict.fromkeys(("Hold", "UserHold", "SystemHold", "BatchHold"), (QueueState.PENDING, "held")),
-    **dict.fromkeys(("Running", "Starting", "Migrated", "Staging"), (QueueState.RUNNING, "")),
-    "Suspended": (QueueState.RUNNING, "suspended"),
-    **dict.fromkeys(("Completed", "Removed", "Vacated"), (QueueState.COMPLETED, "")),
+    **dict.fromkeys(("Idle", "Staged", "Blocked", "Deferred"), (JobState.PENDING, "")),
+    **dict.fromkeys(("Hold", "UserHold", "SystemHold", "BatchHold"), (JobState.PENDING, "held")),
+    **dict.fromkeys(("Running", "Starting", "Migrated", "Staging"), (JobState.RUNNING, "")),
+    "Suspended": (JobState.RUNNING, "suspended"),
+    **dict.fromkeys(("Completed", "Removed", "Vacated"), (JobState.COMPLETED, "")),
 }
 
 
@@ -75,4 +75,4 @@ def _read_job(job: dict[str, str]) -> QueueStatus:
 def _end(text: str) -> helpers.End:
     number = int("".join(re.findall(r"\d", text)) or 0)
     code = number - 128 if number >= 256 else number
-    return (QueueState.CANCELLED, "", code) if "CNCLD" in text else (*helpers.ended(code), code)
+    return (JobState.CANCELLED, "", code) if "CNCLD" in text else (*helpers.ended(code), code)

@@ -19,22 +19,22 @@ from hpcdask.errors import QueueError, UsageError
 
 from . import helpers
 from .base import Allocation, Queue, Request
-from .job_state import QueueState, QueueStatus
+from .job_state import JobState, QueueStatus
 
 TAG = "# HPCDASK_TAG="
 RUNS = ("Launching", "Running", "Resuming", "Finishing", "toError")
 STATES = {
-    "Waiting": (QueueState.PENDING, ""),
-    **{word: (QueueState.PENDING, word) for word in ("Hold", "toLaunch", "toAckReservation")},
-    **dict.fromkeys(RUNS, (QueueState.RUNNING, "")),
-    "Suspended": (QueueState.RUNNING, "suspended"),
-    "Terminated": (QueueState.COMPLETED, ""),
-    "Error": (QueueState.FAILED, ""),
+    "Waiting": (JobState.PENDING, ""),
+    **{word: (JobState.PENDING, word) for word in ("Hold", "toLaunch", "toAckReservation")},
+    **dict.fromkeys(RUNS, (JobState.RUNNING, "")),
+    "Suspended": (JobState.RUNNING, "suspended"),
+    "Terminated": (JobState.COMPLETED, ""),
+    "Error": (JobState.FAILED, ""),
 }
 ENDS = {
-    "WALLTIME": QueueState.TIMEOUT,
-    "BESTEFFORT_KILL": QueueState.PREEMPTED,
-    "FRAG_JOB_REQUEST": QueueState.CANCELLED,
+    "WALLTIME": JobState.TIMEOUT,
+    "BESTEFFORT_KILL": JobState.PREEMPTED,
+    "FRAG_JOB_REQUEST": JobState.CANCELLED,
 }
 #: Paths of output that oarsub takes.
 NAMEABLE = re.compile(r"[\w./%\\ -]+", re.ASCII)

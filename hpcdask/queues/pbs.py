@@ -20,17 +20,17 @@ from hpcdask.errors import UsageError
 
 from . import helpers
 from .base import Allocation, Queue, Request
-from .job_state import QueueState, QueueStatus
+from .job_state import JobState, QueueStatus
 
 TIME = "%a %b %d %H:%M:%S %Y"
 STATES = {
-    "Q": (QueueState.PENDING, ""),
-    "H": (QueueState.PENDING, "held"),
-    "W": (QueueState.PENDING, "waits for its time"),
-    **dict.fromkeys("TM", (QueueState.PENDING, "moves")),
-    **dict.fromkeys("REB", (QueueState.RUNNING, "")),
-    **dict.fromkeys("SU", (QueueState.RUNNING, "suspended")),
-    **dict.fromkeys("CFX", (QueueState.COMPLETED, "")),
+    "Q": (JobState.PENDING, ""),
+    "H": (JobState.PENDING, "held"),
+    "W": (JobState.PENDING, "waits for its time"),
+    **dict.fromkeys("TM", (JobState.PENDING, "moves")),
+    **dict.fromkeys("REB", (JobState.RUNNING, "")),
+    **dict.fromkeys("SU", (JobState.RUNNING, "suspended")),
+    **dict.fromkeys("CFX", (JobState.COMPLETED, "")),
 }
 
 
@@ -213,12 +213,12 @@ def _end(facts: Mapping[str, str], limit: float | None) -> helpers.End:
     comment = facts.get("comment", "")
     # JOB_EXEC_KILL_WALLTIME is -29
     if code == -29 or (code and code > 128 and used and limit and used >= limit):
-        return QueueState.TIMEOUT, comment, code
+        return JobState.TIMEOUT, comment, code
     # TERMINATED is 91, and nothing but qdel ends a job by SIGTERM
     if facts.get("substate") == "91" or code == 128 + signal.SIGTERM:
-        return QueueState.CANCELLED, comment, code
+        return JobState.CANCELLED, comment, code
     if code is not None and code < 0:
-        return QueueState.FAILED, comment or "PBS could not start it", code
+        return JobState.FAILED, comment or "PBS could not start it", code
     state, reason = helpers.ended(code)
     return state, reason or comment, code
 

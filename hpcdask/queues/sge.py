@@ -15,7 +15,7 @@ from hpcdask.errors import UsageError
 
 from . import helpers
 from .base import Allocation, Queue, Request
-from .job_state import QueueState, QueueStatus
+from .job_state import JobState, QueueStatus
 
 #: What the reader of directives or of paths takes for something else.
 UNQUOTABLE = re.compile(r"""['"\\$,:]""")
@@ -143,17 +143,17 @@ def _parse_qstat(text: str) -> dict[str, QueueStatus]:
     return jobs
 
 
-def _state(letters: str, number: str) -> tuple[QueueState, str]:
+def _state(letters: str, number: str) -> tuple[JobState, str]:
     if "q" in letters or "w" in letters:
         if "E" in letters:
-            return QueueState.PENDING, f"{ERROR} {letters}: see qacct -j {number}, end it with qdel"
+            return JobState.PENDING, f"{ERROR} {letters}: see qacct -j {number}, end it with qdel"
         held = "held" if "h" in letters else ""
-        return (QueueState.REQUEUED if "R" in letters else QueueState.PENDING), held
+        return (JobState.REQUEUED if "R" in letters else JobState.PENDING), held
     if "r" in letters or "t" in letters or "d" in letters:
-        return QueueState.RUNNING, ""
+        return JobState.RUNNING, ""
     if set(letters) & set("sST"):
-        return QueueState.RUNNING, "suspended"
-    return QueueState.UNKNOWN, letters
+        return JobState.RUNNING, "suspended"
+    return JobState.UNKNOWN, letters
 
 
 def _parse_qacct(text: str) -> dict[str, QueueStatus]:
@@ -178,8 +178,8 @@ def _ended(job: str, facts: dict[str, str]) -> QueueStatus:
     used = re.match(r"[\d.]+", facts.get("ru_wallclock", ""))
     state, reason = helpers.ended(code)
     if failure == OVER_LIMIT or (failure and limit and used and float(used[0]) >= float(limit[1])):
-        state, reason = QueueState.TIMEOUT, ""
+        state, reason = JobState.TIMEOUT, ""
     elif failure and failure != KILLED:
-        state, reason = QueueState.FAILED, text.strip() or f"failed {failure}"
+        state, reason = JobState.FAILED, text.strip() or f"failed {failure}"
     nodes = facts.get("hostname", "")
     return QueueStatus(job, state, reason, code, 0, started, None, nodes)

@@ -21,7 +21,7 @@ from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
 
 from .base import Allocation, Queue, Request
 from .helpers import elements, option_values, option_words, parse_clock, pick, read
-from .job_state import OVER, QueueState, QueueStatus
+from .job_state import OVER, JobState, QueueStatus
 
 GpuRequest = Literal["gres", "gpus-per-node", "gpus"]
 
@@ -42,18 +42,18 @@ SACCT_COLUMNS = ("JobID", "ExitCode", "Start", "NodeList", "State")
 #: Makes the commands print unix times, and the elements of an array whole.
 ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
 WORDS = {
-    QueueState.PENDING: "PENDING RESV_DEL_HOLD CONFIGURING POWER_UP_NODE",
-    QueueState.REQUEUED: "REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT",
-    QueueState.RUNNING: "RUNNING COMPLETING EXPEDITING RESIZING SIGNALING STAGE_OUT STOPPED "
+    JobState.PENDING: "PENDING RESV_DEL_HOLD CONFIGURING POWER_UP_NODE",
+    JobState.REQUEUED: "REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT",
+    JobState.RUNNING: "RUNNING COMPLETING EXPEDITING RESIZING SIGNALING STAGE_OUT STOPPED "
     "SUSPENDED",
-    QueueState.FAILED: "FAILED BOOT_FAIL LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY RECONFIG_FAIL",
-    QueueState.CANCELLED: "CANCELLED REVOKED",
-    QueueState.TIMEOUT: "TIMEOUT DEADLINE",
-    QueueState.COMPLETED: "COMPLETED",
-    QueueState.PREEMPTED: "PREEMPTED",
+    JobState.FAILED: "FAILED BOOT_FAIL LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY RECONFIG_FAIL",
+    JobState.CANCELLED: "CANCELLED REVOKED",
+    JobState.TIMEOUT: "TIMEOUT DEADLINE",
+    JobState.COMPLETED: "COMPLETED",
+    JobState.PREEMPTED: "PREEMPTED",
 }
 STATES = {word: state for state, words in WORDS.items() for word in words.split()}
-#: States that `QueueState` says as well, so that the reason need not.
+#: States that `JobState` says as well, so that the reason need not.
 PLAIN = {words.split()[0] for words in WORDS.values()}
 #: Ends that are not the job's doing: the code is SLURM's own.
 NOT_BY_ITSELF = {"BOOT_FAIL", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
@@ -297,7 +297,7 @@ class SlurmQueue(Queue):
         """
         arrays = {job_id.partition("_")[0] for job_id in self._shown}
         left = {
-            job_id: QueueStatus(job_id, QueueState.CANCELLED, "before it started")
+            job_id: QueueStatus(job_id, JobState.CANCELLED, "before it started")
             for job_id in ids
             if "_" in job_id and job_id not in self._shown and job_id.partition("_")[0] in arrays
         }
@@ -414,13 +414,13 @@ def _parse_squeue(text: str, now: float) -> dict[str, QueueStatus]:
     """Read the jobs that squeue printed with `COLUMNS`; a state that is not known is UNKNOWN."""
     seen = {}
     for job, word, restarts, status, started, ends, nodes, reason in _rows(text, len(COLUMNS)):
-        state = STATES.get(word, QueueState.UNKNOWN)
+        state = STATES.get(word, JobState.UNKNOWN)
         start, end = (float(at) if at.isdecimal() else None for at in (started, ends))
         if word == "COMPLETING" and (end is None or end > now + SKEW_S):
-            state = QueueState.REQUEUED  # its end is that of its next life
-        if state is QueueState.PENDING and int(restarts):
-            state = QueueState.REQUEUED
-        running = state is QueueState.RUNNING
+            state = JobState.REQUEUED  # its end is that of its next life
+        if state is JobState.PENDING and int(restarts):
+            state = JobState.REQUEUED
+        running = state is JobState.RUNNING
         seen[job] = QueueStatus(
             job,
             state,

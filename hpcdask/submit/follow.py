@@ -14,7 +14,7 @@ from hpcdask.errors import QueueError
 from hpcdask.jobs.cancel import end_jobs
 from hpcdask.jobs.logs import GrowingFile
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
+from hpcdask.queues.job_state import OVER, JobState, QueueStatus
 
 from .batch import Batch
 
@@ -106,7 +106,7 @@ async def wait(queue: Queue, job_id: str, log: GrowingFile, say: Say) -> QueueSt
                 copy(log, say)
                 return seen
             runs = f"runs{f' on {seen.nodes}' if seen.nodes else ''}"
-            how = runs if seen.state is QueueState.RUNNING else f"is {seen.words}"
+            how = runs if seen.state is JobState.RUNNING else f"is {seen.words}"
             shown, text = now, queue.judge(seen, f"job {job_id} {how}")
         elif now > shown + MISSING_S:
             raise QueueError(
@@ -126,14 +126,14 @@ async def wait(queue: Queue, job_id: str, log: GrowingFile, say: Say) -> QueueSt
 def result(batch: Batch, job_id: str, seen: QueueStatus, say: Say) -> int:
     """Return the exit code for a job that is over; say what is wrong, and where to read more."""
     code, reason = seen.exit_code, f": {seen.reason}" if seen.reason else ""
-    if seen.state is QueueState.COMPLETED and code == 0:
+    if seen.state is JobState.COMPLETED and code == 0:
         return 0
-    if seen.state in (QueueState.COMPLETED, QueueState.FAILED):
+    if seen.state in (JobState.COMPLETED, JobState.FAILED):
         how = f"its exit code is not known{reason}" if code is None else f"exit code {code}"
         say(f"job {job_id} {seen.state}, {how}")
         code = code if code and 0 < code < 256 else 1
     else:
-        ended = "ran out of time" if seen.state is QueueState.TIMEOUT else f"was {seen.state}"
+        ended = "ran out of time" if seen.state is JobState.TIMEOUT else f"was {seen.state}"
         say(f"job {job_id} {ended}{reason}")
         code = 1
     if seen.copies:

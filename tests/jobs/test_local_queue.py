@@ -20,7 +20,7 @@ from doors import ask, cancel, wait_for_state
 from hpcdask.errors import Refused
 from hpcdask.queues import local
 from hpcdask.queues.base import Request
-from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
+from hpcdask.queues.job_state import OVER, JobState, QueueStatus
 from hpcdask.queues.local import LocalQueue
 from launching import end, leftovers, wait_for
 
@@ -93,13 +93,13 @@ def gpus(count: int) -> list[str]:
 
 
 def running(queue: LocalQueue, *ids: str) -> list[QueueStatus]:
-    return [wait_for_state(queue, job_id, QueueState.RUNNING) for job_id in ids]
+    return [wait_for_state(queue, job_id, JobState.RUNNING) for job_id in ids]
 
 
 def waiting(queue: LocalQueue, job_id: str) -> str:
     """Wait until the queue has seen that a job must wait, and return why."""
     reason = wait_for(lambda: ask(queue, job_id).reason)
-    assert ask(queue, job_id).state is QueueState.PENDING
+    assert ask(queue, job_id).state is JobState.PENDING
     return reason
 
 
@@ -114,7 +114,7 @@ def test_a_job_runs_with_prologue_and_ends(site: Site):
     assert len(set(ids)) == 3
     for job_id in ids:
         seen = wait_for_state(queue, job_id, *OVER)
-        assert (seen.id, seen.state, seen.exit_code) == (job_id, QueueState.COMPLETED, 0)
+        assert (seen.id, seen.state, seen.exit_code) == (job_id, JobState.COMPLETED, 0)
         assert seen.nodes == os.uname().nodename
         assert abs(seen.started - time.time()) < 600
         assert site.output(job_id).splitlines() == ["from-prologue from-preamble", f"id {job_id}"]
@@ -129,7 +129,7 @@ def test_a_job_runs_with_prologue_and_ends(site: Site):
 def test_a_job_fails_with_its_exit_code(site: Site, command: str, code: int, reason: str):
     queue = LocalQueue()
     seen = wait_for_state(queue, *site.submit(queue, command), *OVER)
-    assert (seen.state, seen.exit_code, seen.reason) == (QueueState.FAILED, code, reason)
+    assert (seen.state, seen.exit_code, seen.reason) == (JobState.FAILED, code, reason)
 
 
 def test_a_job_that_cannot_be_started_has_failed(site: Site):
@@ -137,7 +137,7 @@ def test_a_job_that_cannot_be_started_has_failed(site: Site):
     script = Path(site.script("true"))
     script.write_text(script.read_text().replace(str(site.folder), str(site.folder / "missing")))
     (job_id,) = asyncio.run(queue.submit(str(script), 1))
-    assert "No such file or directory" in wait_for_state(queue, job_id, QueueState.FAILED).reason
+    assert "No such file or directory" in wait_for_state(queue, job_id, JobState.FAILED).reason
 
 
 def test_cancelling_ends_all_of_a_job(site: Site):
@@ -147,7 +147,7 @@ def test_cancelling_ends_all_of_a_job(site: Site):
     running(queue, job_id)
     assert asyncio.run(queue.tagged())[job_id] == site.tag
     (seen,) = cancelled(queue, job_id)
-    assert (seen.state, seen.exit_code, seen.reason) == (QueueState.CANCELLED, 143, "cancelled")
+    assert (seen.state, seen.exit_code, seen.reason) == (JobState.CANCELLED, 143, "cancelled")
     assert not site.processes()
 
 
@@ -166,7 +166,7 @@ def test_the_walltime_ends_a_job(site: Site):
     polite, stubborn = (site.submit(queue, command)[0] for command in commands)
     for job_id, code in ((polite, 143), (stubborn, 137)):
         seen = wait_for_state(queue, job_id, *OVER)
-        assert (seen.state, seen.exit_code) == (QueueState.TIMEOUT, code)
+        assert (seen.state, seen.exit_code) == (JobState.TIMEOUT, code)
         assert seen.ends - seen.started == pytest.approx(1)
 
 
@@ -191,7 +191,7 @@ def test_every_job_has_gpus_of_its_own(site: Site):
     (cpu,) = site.submit(queue, 'echo "has [$CUDA_VISIBLE_DEVICES]"')
     wait_for_state(queue, cpu, *OVER)
     assert site.output(cpu) == "has []\n"
-    assert cancelled(queue, *ids)[4].state is QueueState.CANCELLED
+    assert cancelled(queue, *ids)[4].state is JobState.CANCELLED
 
 
 def test_a_gpu_that_was_just_given_is_not_given_again(site: Site):
@@ -209,7 +209,7 @@ def test_a_gpu_that_was_just_given_is_not_given_again(site: Site):
 def decided(queue: LocalQueue, job_id: str) -> str:
     """Return the state of a job once the queue has tried to start it."""
     seen = ask(queue, job_id)
-    return seen.state if seen.state is QueueState.RUNNING or seen.reason else ""
+    return seen.state if seen.state is JobState.RUNNING or seen.reason else ""
 
 
 def test_two_queues_take_no_gpu_twice(site: Site):
@@ -258,7 +258,7 @@ def test_a_job_whose_leader_is_killed_takes_its_processes_with_it(site: Site):
     site.kill_leader()
     wait_for(lambda: not site.processes(), 15, "its end, though nobody asks")
     seen = wait_for_state(queue, job_id, *OVER)
-    assert (seen.state, seen.exit_code) == (QueueState.FAILED, 137)
+    assert (seen.state, seen.exit_code) == (JobState.FAILED, 137)
 
 
 # Jobs of other processes

@@ -19,7 +19,7 @@ from doors import (
 )
 from hpcdask import OARCUDACluster
 from hpcdask.errors import Refused
-from hpcdask.queues.job_state import QueueState
+from hpcdask.queues.job_state import JobState
 from hpcdask.queues.oar import OarQueue
 from launching import wait_for
 from oar_site import OarSite
@@ -49,19 +49,19 @@ def test_jobs_end_each_in_its_way(queue: OarQueue, tmp_path: Path):
     (killed,) = submit(queue, script_of(queue, tmp_path / "killed", "kill -9 $$"))
     script = script_of(queue, tmp_path / "long", "exec sleep 600", walltime="0:0:2")
     (expired,) = submit(queue, script)
-    seen = wait_for_state(queue, job, QueueState.RUNNING)
+    seen = wait_for_state(queue, job, JobState.RUNNING)
     assert seen.nodes == "localhost"
     assert seen.started is not None
     assert seen.ends == seen.started + 1800  # dask-jobqueue's default walltime
-    seen = wait_for_state(queue, job, QueueState.FAILED)
+    seen = wait_for_state(queue, job, JobState.FAILED)
     assert seen.exit_code == 3
     assert (tmp_path / f"said-{job}").read_text() == f"{job}\n"
     assert (folder / f"queue-{job}.log").exists()
-    assert wait_for_state(queue, good, QueueState.COMPLETED).exit_code == 0
-    seen = wait_for_state(queue, killed, QueueState.FAILED)
+    assert wait_for_state(queue, good, JobState.COMPLETED).exit_code == 0
+    seen = wait_for_state(queue, killed, JobState.FAILED)
     assert (seen.exit_code, seen.reason) == (137, "ended by SIGKILL")
-    ends = [QueueState.TIMEOUT, QueueState.FAILED, QueueState.CANCELLED]
-    assert wait_for_state(queue, expired, *ends).state is QueueState.TIMEOUT
+    ends = [JobState.TIMEOUT, JobState.FAILED, JobState.CANCELLED]
+    assert wait_for_state(queue, expired, *ends).state is JobState.TIMEOUT
     assert asyncio.run(queue.tagged()) == {}
 
 
@@ -70,12 +70,12 @@ def test_an_array_is_cancelled_one_by_one(queue: OarQueue, tmp_path: Path):
     jobs = submit(queue, script_of(queue, tmp_path, f"{SAY}; exec sleep 600"), 3)
     assert len(set(jobs)) == 3
     for job in jobs:
-        wait_for_state(queue, job, QueueState.RUNNING)
+        wait_for_state(queue, job, JobState.RUNNING)
     wait_for(lambda: len(list(tmp_path.glob("said-*"))) == 3, 10, "the jobs' files")
     assert {path.name for path in tmp_path.glob("said-*")} == {f"said-{job}" for job in jobs}
     assert asyncio.run(queue.tagged()) == dict.fromkeys(jobs, TAG)
     cancel(queue, jobs[1:2])
-    assert wait_for_state(queue, jobs[1], QueueState.CANCELLED)
+    assert wait_for_state(queue, jobs[1], JobState.CANCELLED)
     wait_for(lambda: set(asyncio.run(queue.tagged())) == {jobs[0], jobs[2]}, 10, "two jobs")
     cancel(queue, jobs)  # the one that is over does not matter
 
@@ -83,13 +83,13 @@ def test_an_array_is_cancelled_one_by_one(queue: OarQueue, tmp_path: Path):
 def test_a_job_waits_for_gpus_is_held_and_cancelled(oar: OarSite, queue: OarQueue, tmp_path: Path):
     script = script_of(queue, tmp_path, "exec sleep 600", gpus=3)
     first, second = submit(queue, script)[0], submit(queue, script)[0]
-    wait_for_state(queue, first, QueueState.RUNNING)
-    assert ask(queue, second).state is QueueState.PENDING
+    wait_for_state(queue, first, JobState.RUNNING)
+    assert ask(queue, second).state is JobState.PENDING
     oar.run("oarhold", second)
     wait_for(lambda: ask(queue, second).reason == "Hold", 10, "the job to be held")
-    assert ask(queue, second).state is QueueState.PENDING
+    assert ask(queue, second).state is JobState.PENDING
     cancel(queue, [second])
-    wait_for_state(queue, second, QueueState.CANCELLED)
+    wait_for_state(queue, second, JobState.CANCELLED)
 
 
 @pytest.mark.long
@@ -98,7 +98,7 @@ def test_oars_own_copy_of_a_job_is_told_of(oar: OarSite, queue: OarQueue, tmp_pa
     oar.unreachable.touch()
     try:
         (job,) = submit(queue, script_of(queue, tmp_path, "exec sleep 600"))
-        seen = wait_for_state(queue, job, QueueState.FAILED, timeout=60)
+        seen = wait_for_state(queue, job, JobState.FAILED, timeout=60)
         copies = wait_for(lambda: ask(queue, job).copies, 30, "OAR's own copy")
     finally:
         oar.unreachable.unlink()

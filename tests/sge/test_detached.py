@@ -12,7 +12,7 @@ import pytest
 import hpcdask
 from hpcdask.errors import ClusterError
 from hpcdask.jobs import detached
-from hpcdask.queues.job_state import QueueState
+from hpcdask.queues.job_state import JobState
 from hpcdask.queues.sge import SgeQueue
 from launching import leftovers, wait_for
 from login import User, watched
@@ -91,4 +91,4 @@ def test_grid_engine_ends_it_at_its_walltime(user: SgeUser):
         control.suspend()
         user.check_told(cluster, f"its scheduler's job {job} has ended: timeout")
     found = wait_for(lambda: asyncio.run(SgeQueue().departed([job])), 30, "the accounts")
-    assert found[job].state is QueueState.TIMEOUT
+    assert found[job].state is JobState.TIMEOUT

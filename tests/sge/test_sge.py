@@ -19,7 +19,7 @@ from doors import (
 )
 from hpcdask import SGECUDACluster
 from hpcdask.errors import Refused
-from hpcdask.queues.job_state import QueueState
+from hpcdask.queues.job_state import JobState
 from hpcdask.queues.sge import SgeQueue
 from launching import wait_for
 from sge_site import SgeSite
@@ -39,11 +39,11 @@ def test_a_job_runs_and_ends(queue: SgeQueue, tmp_path: Path):
     folder = tmp_path / "logs of; all"
     script = write_script(queue, make_job("SGE"), folder, f"{SAY}; sleep 1; exit 3", gpus=1)
     (job,) = submit(queue, script)
-    seen = wait_for_state(queue, job, QueueState.RUNNING)
+    seen = wait_for_state(queue, job, JobState.RUNNING)
     assert seen.nodes == "localhost"
     assert seen.started is not None
     assert seen.ends == seen.started + 1800  # dask-jobqueue's default walltime
-    seen = wait_for_state(queue, job, QueueState.FAILED)
+    seen = wait_for_state(queue, job, JobState.FAILED)
     assert seen.exit_code == 3
     assert (tmp_path / f"said-{job}").read_text() == f"{job}\n"
     assert (folder / f"queue-{job}.0.log").exists()
@@ -54,12 +54,12 @@ def test_an_array_is_cancelled_one_by_one(queue: SgeQueue, tmp_path: Path):
     jobs = submit(queue, write_script(queue, make_job("SGE"), tmp_path, command), 3)
     assert [job.partition(".")[2] for job in jobs] == ["1", "2", "3"]
     for job in jobs:
-        wait_for_state(queue, job, QueueState.RUNNING)
+        wait_for_state(queue, job, JobState.RUNNING)
     wait_for(lambda: len(list(tmp_path.glob("said-*"))) == 3, 10, "the jobs' files")
     assert {path.name for path in tmp_path.glob("said-*")} == {f"said-{job}" for job in jobs}
     assert asyncio.run(queue.tagged()) == dict.fromkeys(jobs, TAG)
     cancel(queue, jobs[1:2])
-    seen = wait_for_state(queue, jobs[1], QueueState.FAILED)
+    seen = wait_for_state(queue, jobs[1], JobState.FAILED)
     assert (seen.exit_code, seen.reason) == (137, "ended by SIGKILL")
     assert set(asyncio.run(queue.query(jobs))) == {jobs[0], jobs[2]}
     cancel(queue, jobs)  # the one that is over does not matter
@@ -68,8 +68,8 @@ def test_an_array_is_cancelled_one_by_one(queue: SgeQueue, tmp_path: Path):
 def test_a_job_waits_for_gpus_and_is_cancelled(queue: SgeQueue, tmp_path: Path):
     script = write_script(queue, make_job("SGE"), tmp_path, "exec sleep 600", gpus=3)
     first, second = submit(queue, script)[0], submit(queue, script)[0]
-    wait_for_state(queue, first, QueueState.RUNNING)
-    assert ask(queue, second).state is QueueState.PENDING
+    wait_for_state(queue, first, JobState.RUNNING)
+    assert ask(queue, second).state is JobState.PENDING
     cancel(queue, [second])
     wait_for(lambda: second not in asyncio.run(queue.query([second])), 10, "the job to be gone")
 
@@ -77,10 +77,7 @@ def test_a_job_waits_for_gpus_and_is_cancelled(queue: SgeQueue, tmp_path: Path):
 def test_the_walltime_ends_a_job(queue: SgeQueue, tmp_path: Path):
     job = make_job("SGE", walltime="0:0:2")
     (job,) = submit(queue, write_script(queue, job, tmp_path, "exec sleep 600"))
-    assert (
-        wait_for_state(queue, job, QueueState.TIMEOUT, QueueState.FAILED).state
-        is QueueState.TIMEOUT
-    )
+    assert wait_for_state(queue, job, JobState.TIMEOUT, JobState.FAILED).state is JobState.TIMEOUT
 
 
 def test_a_job_in_error_state_is_stuck_until_it_is_cancelled(queue: SgeQueue, tmp_path: Path):
@@ -93,7 +90,7 @@ def test_a_job_in_error_state_is_stuck_until_it_is_cancelled(queue: SgeQueue, tm
     seen = wait_for(
         lambda: (one := ask(queue, job)) and one.stuck and one, 30, "the job to be stuck"
     )
-    assert seen.state is QueueState.PENDING
+    assert seen.state is JobState.PENDING
     assert "error state Eqw" in seen.reason
     assert job in asyncio.run(queue.query([job]))
     cancel(queue, [job])
@@ -122,7 +119,7 @@ def test_a_limit_of_the_site_is_for_now(queue: SgeQueue, tmp_path: Path):
 def test_a_folder_that_directives_cannot_name(queue: SgeQueue, tmp_path: Path):
     folder = tmp_path / """it's "odd" """
     (job,) = submit(queue, write_script(queue, make_job("SGE"), folder, "true"))
-    wait_for_state(queue, job, QueueState.COMPLETED)
+    wait_for_state(queue, job, JobState.COMPLETED)
 
 
 def test_a_cluster_of_grid_engine_jobs(queue: SgeQueue, tmp_path: Path):

@@ -16,7 +16,7 @@ from clock import clock
 from doors import TAG
 from hpcdask.errors import Refused
 from hpcdask.queues.base import Request
-from hpcdask.queues.job_state import OVER, QueueState, QueueStatus
+from hpcdask.queues.job_state import OVER, JobState, QueueStatus
 from hpcdask.queues.slurm import SlurmQueue
 from launching import wait_for
 from login import Command
@@ -65,7 +65,7 @@ class Door:
     def wait(
         self,
         ids: Collection[str],
-        *states: QueueState,
+        *states: JobState,
         what: Callable[[QueueStatus], object] = lambda _: True,
     ) -> list[QueueStatus]:
         """Wait until all jobs are in one of these states."""
@@ -117,34 +117,34 @@ esac"""
 
     over = door.wait(ids[:4], *OVER)
     assert [(seen.state, seen.exit_code) for seen in over] == [
-        (QueueState.COMPLETED, 0),
-        (QueueState.FAILED, 3),
-        (QueueState.FAILED, 137),
-        (QueueState.FAILED, 139),
+        (JobState.COMPLETED, 0),
+        (JobState.FAILED, 3),
+        (JobState.FAILED, 137),
+        (JobState.FAILED, 139),
     ]
     assert over[1].reason == "NonZeroExitCode"
 
-    running = door.wait(ids[4:8], QueueState.RUNNING)
+    running = door.wait(ids[4:8], JobState.RUNNING)
     assert sorted(seen.nodes for seen in running) == ["node1", "node2", "node3", "node4"]
     for seen in running:
         assert seen.started is not None
         assert abs(time.time() - seen.started) < 300
         assert seen.ends == seen.started + 30 * 60  # dask-jobqueue's default walltime
-    waiting = door.wait(ids[8:], QueueState.PENDING, what=lambda seen: seen.reason)
+    waiting = door.wait(ids[8:], JobState.PENDING, what=lambda seen: seen.reason)
     # The last is what SLURM 23.11 says where there is no accounting
     assert {seen.reason for seen in waiting} <= {"Resources", "Priority", "InvalidAccount"}
     assert {(seen.started, seen.ends, seen.nodes) for seen in waiting} == {(None, None, "")}
 
     door.cancel([ids[4], ids[8], ids[0]])  # running, pending, over
-    (ended,) = door.wait([ids[4]], QueueState.CANCELLED)
+    (ended,) = door.wait([ids[4]], JobState.CANCELLED)
     assert ended.exit_code == 143
     assert door.query([ids[8]]) == {}  # has no record of its own
     assert door.departed([ids[8]]) == {
-        ids[8]: QueueStatus(ids[8], QueueState.CANCELLED, "before it started")
+        ids[8]: QueueStatus(ids[8], JobState.CANCELLED, "before it started")
     }
     assert door.query([ids[9]])[ids[9]].state not in OVER
-    assert door.query([ids[0]])[ids[0]].state is QueueState.COMPLETED
-    assert door.query([ids[5]])[ids[5]].state is QueueState.RUNNING
+    assert door.query([ids[0]])[ids[0]].state is JobState.COMPLETED
+    assert door.query([ids[5]])[ids[5]].state is JobState.RUNNING
 
 
 def test_what_a_job_learns_of_itself(door, monkeypatch):
@@ -157,7 +157,7 @@ def test_what_a_job_learns_of_itself(door, monkeypatch):
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
     command = 'echo "$ID $RESTARTS $SLURM_JOB_NAME $SLURM_MEM_PER_CPU $CUDA_VISIBLE_DEVICES"'
     ids = door.submit(command, 2)
-    door.wait(ids, QueueState.COMPLETED)
+    door.wait(ids, JobState.COMPLETED)
     for job_id in ids:
         assert door.log(job_id).read_text().split() in (
             [job_id, "0", "train", "0"],
@@ -175,7 +175,7 @@ def test_a_site_without_arrays_that_takes_few_jobs(slurm_programs, tmp_path, mon
         assert asyncio.run(door.queue.limit()) == 1
         (job_id,) = door.submit('echo "$ID"', logs="50% of\"it's")
         assert job_id.isdecimal()
-        door.wait([job_id], QueueState.COMPLETED)
+        door.wait([job_id], JobState.COMPLETED)
         (log,) = door.log(job_id, "50% of\"it's").parent.iterdir()
         assert log.name.startswith(f"queue-{job_id}_")  # %a of no array is 4294967294
         assert log.read_text() == f"{job_id}\n"
@@ -209,7 +209,7 @@ def test_any_name_and_path(door):
         name: door.submit("echo done", request={"name": name}, logs=folders[name])[0]
         for name in names
     }
-    door.wait(ids.values(), QueueState.COMPLETED)
+    door.wait(ids.values(), JobState.COMPLETED)
     for name, job_id in ids.items():
         assert door.log(job_id, folders[name]).read_text() == "done\n"
         shown = door.site.run("squeue", "-h", "-t", "all", "-j", job_id, "-o", "%j|%k").stdout
@@ -221,7 +221,7 @@ def test_several_nodes(door):
         "echo $SLURM_JOB_NUM_NODES $SLURM_NTASKS $CUDA_VISIBLE_DEVICES",
         request={"nodes": 2, "gpus": 4},
     )
-    (seen,) = door.wait(ids, QueueState.COMPLETED)
+    (seen,) = door.wait(ids, JobState.COMPLETED)
     assert door.log(ids[0]).read_text() == "2 2 0,1\n"
     assert seen.nodes.startswith("node[")
 
@@ -230,7 +230,7 @@ def test_several_nodes(door):
 def test_other_requests_of_gpus(door, form):
     door.queue.gpu_request = form
     ids = door.submit("echo $CUDA_VISIBLE_DEVICES", request={"gpus": 2})
-    door.wait(ids, QueueState.COMPLETED)
+    door.wait(ids, JobState.COMPLETED)
     assert door.log(ids[0]).read_text() == "0,1\n"
 
 
@@ -238,15 +238,15 @@ def test_requeued(door):
     # what ignores SIGTERM lives for KillWait, 15 s
     stubborn = """case "$ID $RESTARTS" in *"_0 0") trap '' TERM ;; esac"""
     ids = door.submit(f"{stubborn}; echo $RESTARTS; while :; do sleep 0.5; done", 2)
-    door.wait(ids, QueueState.RUNNING, what=lambda seen: seen.reason == "")
+    door.wait(ids, JobState.RUNNING, what=lambda seen: seen.reason == "")
     log = door.log(ids[0])  # which comes a moment after the job starts
     wait_for(lambda: log.exists() and log.read_text() == "0\n", 10, "its trap to be set")
     door.site.run("scontrol", "requeue", ids[0])
     seen = door.query(ids)[ids[0]]  # its first life still ends
-    assert (seen.state, seen.reason, seen.restarts) == (QueueState.REQUEUED, "COMPLETING", 1)
-    (seen,) = door.wait(ids[:1], QueueState.REQUEUED, what=lambda seen: seen.reason == "BeginTime")
+    assert (seen.state, seen.reason, seen.restarts) == (JobState.REQUEUED, "COMPLETING", 1)
+    (seen,) = door.wait(ids[:1], JobState.REQUEUED, what=lambda seen: seen.reason == "BeginTime")
     assert (seen.restarts, seen.started, seen.ends) == (1, None, None)
-    (seen,) = door.wait(ids[:1], QueueState.RUNNING)
+    (seen,) = door.wait(ids[:1], JobState.RUNNING)
     assert seen.restarts == 1
     wait_for(lambda: "1\n" in log.read_text(), 10, "the second life's log")
     assert door.query(ids)[ids[1]].restarts == 0
@@ -273,7 +273,7 @@ def test_only_what_is_asked_for_with_one_call(door, monkeypatch):
 def test_tagged_are_only_live_jobs_of_hpcdask(door):
     ids = door.submit(count=2)
     (over,) = door.submit("exit 0")
-    door.wait([over], QueueState.COMPLETED)
+    door.wait([over], JobState.COMPLETED)
     plain = ["--mem=100", "-o", "/dev/null", "--wrap", SLEEP]
     door.site.submit(*plain)
     door.site.submit("--comment=other:hpcdask:1", *plain)
@@ -339,7 +339,7 @@ def test_an_array_with_many_gaps_is_shown_whole(door):
     seen = door.query(ids)
     seen |= door.departed([job_id for job_id in ids if job_id not in seen])
     assert set(seen) == set(ids)
-    assert {job.state for job in seen.values()} == {QueueState.CANCELLED}
+    assert {job.state for job in seen.values()} == {JobState.CANCELLED}
 
 
 def test_without_accounting_nobody_knows_of_departed_jobs(door, monkeypatch):
@@ -356,9 +356,9 @@ def test_departed(accounted, monkeypatch):
     command = "case $ID in *_0) exit 0 ;; *_1) exit 3 ;; *_2) kill -KILL $$ ;; esac; exec sleep 99"
     ids = accounted.submit(command, 5, request={"gpus": 0})
     accounted.wait(ids[:3], *OVER)
-    accounted.wait(ids[3:], QueueState.RUNNING)
+    accounted.wait(ids[3:], JobState.RUNNING)
     accounted.cancel([ids[3]])
-    accounted.wait([ids[3]], QueueState.CANCELLED)
+    accounted.wait([ids[3]], JobState.CANCELLED)
     sacct = wrap("sacct", accounted.folder, monkeypatch)
 
     def known() -> dict[str, QueueStatus]:
@@ -367,10 +367,10 @@ def test_departed(accounted, monkeypatch):
 
     seen = wait_for(known, 20, "accounting to know them", interval=0.3)
     assert {job_id: (job.state, job.exit_code) for job_id, job in seen.items()} == {
-        ids[0]: (QueueState.COMPLETED, 0),
-        ids[1]: (QueueState.FAILED, 3),
-        ids[2]: (QueueState.FAILED, 137),
-        ids[3]: (QueueState.CANCELLED, None),
+        ids[0]: (JobState.COMPLETED, 0),
+        ids[1]: (JobState.FAILED, 3),
+        ids[2]: (JobState.FAILED, 137),
+        ids[3]: (JobState.CANCELLED, None),
     }
     assert seen[ids[3]].reason.startswith("by ")
     assert seen[ids[0]].nodes.startswith("node")

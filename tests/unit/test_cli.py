@@ -41,7 +41,7 @@ from hpcdask.jobs.discovery import ClusterRecord
 from hpcdask.jobs.folder import ClusterFolder, Owner
 from hpcdask.jobs.state import ClusterReport, JobReport
 from hpcdask.process import owner_text, process_start
-from hpcdask.queues.job_state import JobState, QueueState, QueueStatus
+from hpcdask.queues.job_state import JobState, QueueStatus
 from hpcdask.queues.local import LocalQueue
 from hpcdask.runner.options import command as runner
 
@@ -191,7 +191,7 @@ def test_each_view_says_that_a_job_may_never_start(
     monkeypatch.setattr(ClusterFolder, "lives", lambda self: lives)
     survey["mine-1"] = ClusterRecord("mine-1", "slurm", folder)
     for cluster in survey.values():
-        cluster.jobs["1"] = QueueStatus("1", QueueState.PENDING, "PartitionConfig")
+        cluster.jobs["1"] = QueueStatus("1", JobState.PENDING, "PartitionConfig")
     waits = "1 job waits, and may never start: PartitionConfig. What partitions have: sinfo"
     assert waits in invoke(tmp_path, "list")
     said = invoke(tmp_path, "list", "--jobs")
@@ -200,8 +200,8 @@ def test_each_view_says_that_a_job_may_never_start(
 
 
 def test_the_waiting_jobs_of_an_array_are_one_row(tmp_path: Path, survey: dict[str, ClusterRecord]):
-    states = {"3_0": QueueState.RUNNING, "3_1": QueueState.RUNNING}
-    states |= {f"3_{number}": QueueState.PENDING for number in range(2, 9)}
+    states = {"3_0": JobState.RUNNING, "3_1": JobState.RUNNING}
+    states |= {f"3_{number}": JobState.PENDING for number in range(2, 9)}
     jobs = {job: QueueStatus(job, state) for job, state in states.items()}
     survey["submit-x-a1b2c3"].jobs = jobs
     _, *rows = invoke(tmp_path, "list", "--jobs").splitlines()
@@ -345,19 +345,19 @@ def test_up_names_the_nearest_keyword(tmp_path: Path):
 @pytest.mark.parametrize(
     ("lives", "state", "said", "shown", "by_cluster"),
     [
-        (True, JobState.STARTING, QueueState.RUNNING, "starting", True),
-        (True, JobState.RUNNING, QueueState.RUNNING, "running", True),
-        (True, JobState.LOST, QueueState.RUNNING, "lost", True),
-        (True, JobState.REQUEUED, QueueState.PENDING, "requeued", True),
+        (True, JobState.STARTING, JobState.RUNNING, "starting", True),
+        (True, JobState.RUNNING, JobState.RUNNING, "running", True),
+        (True, JobState.LOST, JobState.RUNNING, "lost", True),
+        (True, JobState.REQUEUED, JobState.PENDING, "requeued", True),
         (True, JobState.UNKNOWN, None, "unknown", True),
         (True, JobState.PENDING, None, "pending", True),  # in the notebook's own process
         (True, JobState.RUNNING, None, None, True),  # it has just ended
-        (None, JobState.RUNNING, QueueState.RUNNING, "running", True),
-        (None, JobState.PENDING, QueueState.RUNNING, "running", False),
-        (None, JobState.RUNNING, QueueState.REQUEUED, "requeued", False),
+        (None, JobState.RUNNING, JobState.RUNNING, "running", True),
+        (None, JobState.PENDING, JobState.RUNNING, "running", False),
+        (None, JobState.RUNNING, JobState.REQUEUED, "requeued", False),
         (None, JobState.PENDING, None, None, True),
-        (False, JobState.STARTING, QueueState.RUNNING, "running", False),
-        (False, JobState.PENDING, QueueState.PENDING, "pending", False),
+        (False, JobState.STARTING, JobState.RUNNING, "running", False),
+        (False, JobState.PENDING, JobState.PENDING, "pending", False),
     ],
 )
 def test_who_says_how_a_job_is(

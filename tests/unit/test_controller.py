@@ -18,7 +18,7 @@ from hpcdask.clusters.job import Job
 from hpcdask.errors import NoAnswer, QueueError, Refused
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.queues.base import Queue
-from hpcdask.queues.job_state import JobState, QueueState, QueueStatus
+from hpcdask.queues.job_state import JobState, QueueStatus
 from hpcdask.queues.local import LocalQueue
 from hpcdask.queues.slurm import SlurmQueue
 from job_control import one_group
@@ -39,7 +39,7 @@ def queue(**answers: Any) -> Queue:
     return made
 
 
-def all_are(state: QueueState) -> Callable[[Collection[str]], dict[str, QueueStatus]]:
+def all_are(state: JobState) -> Callable[[Collection[str]], dict[str, QueueStatus]]:
     return lambda ids: {job_id: QueueStatus(job_id, state) for job_id in ids}
 
 
@@ -59,7 +59,7 @@ def add(group: Group, job_id: str, state: JobState) -> None:
 )
 def test_what_the_queue_shows_counts_whatever_accounting_says(error: Exception, words: str):
     said: list[str] = []
-    waits = QueueStatus("1", QueueState.PENDING)
+    waits = QueueStatus("1", JobState.PENDING)
 
     async def ask() -> Any:
         controller = one_group(queue(query={"1": waits}, departed=error), said=said).controller
@@ -77,10 +77,10 @@ def test_a_job_that_the_queue_made_in_place_of_another_is_the_clusters(tmp_path)
         group = one_group(base=tmp_path)
         group.want(1)
         add(group, "41", JobState.PENDING)
-        ended = QueueStatus("41", QueueState.FAILED, "no node", copies=("57",))
+        ended = QueueStatus("41", JobState.FAILED, "no node", copies=("57",))
         group.controller.observe({"41": ended})
         assert [job.id for job in group.active()] == ["57"]
-        group.controller.observe({"57": QueueStatus("57", QueueState.CANCELLED)})
+        group.controller.observe({"57": QueueStatus("57", JobState.CANCELLED)})
         group.controller.observe({"41": ended})
         assert not group.active()
 
@@ -108,8 +108,8 @@ def test_logs_of_jobs_that_failed_are_not_read_in_the_event_loop(tmp_path, monke
         for job_id in ("1", "2", "3"):
             add(group, job_id, JobState.STARTING)
             if job_id == "2":
-                group.controller.observe({"2": QueueStatus("2", QueueState.RUNNING)})
-            over = QueueStatus(job_id, QueueState.FAILED, exit_code=1)
+                group.controller.observe({"2": QueueStatus("2", JobState.RUNNING)})
+            over = QueueStatus(job_id, JobState.FAILED, exit_code=1)
             group.controller.observe({job_id: over})
         await until(lambda: group.failure is not None)
         assert "3 jobs in a row ended before" in str(group.failure)
@@ -127,10 +127,10 @@ def test_not_all_jobs_that_ended_are_remembered(tmp_path):
     ids = [str(number) for number in range(1010)]
     for job_id in ids:
         add(group, job_id, JobState.STARTING)
-    answer = {job_id: QueueStatus(job_id, QueueState.CANCELLED) for job_id in ids[:-1]}
+    answer = {job_id: QueueStatus(job_id, JobState.CANCELLED) for job_id in ids[:-1]}
 
     async def run() -> None:
-        group.controller.observe({**answer, ids[-1]: QueueStatus(ids[-1], QueueState.RUNNING)})
+        group.controller.observe({**answer, ids[-1]: QueueStatus(ids[-1], JobState.RUNNING)})
 
     asyncio.run(run())
     assert [*group.jobs] == ids[9:]
@@ -147,7 +147,7 @@ def test_who_waits_for_what_never_comes_is_told_once(tmp_path):
 
         def look(*reasons: str) -> str:
             seen = [
-                QueueStatus(str(number), QueueState.PENDING, reason)
+                QueueStatus(str(number), JobState.PENDING, reason)
                 for number, reason in enumerate(reasons, 1)
             ]
             controller.observe({one.id: one for one in seen})
@@ -175,7 +175,7 @@ def test_who_waits_for_what_never_comes_is_told_once(tmp_path):
 
 def test_jobs_that_nobody_watches_any_more_are_as_the_queue_says(tmp_path, monkeypatch):
     """The notebook lives on; its cluster could not end them."""
-    deaf = queue(cancel=QueueError("scancel hangs"), query=all_are(QueueState.PENDING))
+    deaf = queue(cancel=QueueError("scancel hangs"), query=all_are(JobState.PENDING))
 
     async def run() -> None:
         group = one_group(deaf, base=tmp_path, poll_interval_s=0.05)
@@ -199,7 +199,7 @@ def test_a_job_that_a_query_shows_dead_is_replaced_before_the_next_query(tmp_pat
     async def query(ids: Collection[str]) -> dict[str, QueueStatus]:
         queries.append(ids)
         await asyncio.sleep(0.05)  # a command takes its time
-        return all_are(QueueState.PENDING)(ids) | all_are(QueueState.FAILED)(["1"])
+        return all_are(JobState.PENDING)(ids) | all_are(JobState.FAILED)(["1"])
 
     def submit(script: str, count: int) -> list[str]:
         before.append(len(queries))
@@ -351,7 +351,7 @@ def test_a_cancel_is_repeated_while_the_job_is_there(monkeypatch, error, ended):
             raise error
 
     async def run() -> None:
-        group = one_group(queue(cancel=cancel, query=all_are(QueueState.RUNNING)), said=said)
+        group = one_group(queue(cancel=cancel, query=all_are(JobState.RUNNING)), said=said)
         add(group, "1", JobState.STARTING)
         group.controller.start()
         group.want(0)

@@ -13,11 +13,11 @@ FILES = {
     "toysite.py": """
 from hpcdask.queues.base import Queue
 from hpcdask.queues.helpers import fold
-from hpcdask.queues.job_state import QueueState
+from hpcdask.queues.job_state import JobState
 from hpcdask.queues.registry import System
 
 TOY = System("toysite:ToyQueue", "ToyCUDACluster", "TOY_JOB")
-STATES = {"waits": (QueueState.PENDING, ""), "runs": (QueueState.RUNNING, "")}
+STATES = {"waits": (JobState.PENDING, ""), "runs": (JobState.RUNNING, "")}
 
 
 class ToyQueue(Queue):

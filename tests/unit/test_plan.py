@@ -24,7 +24,7 @@ from hpcdask.clusters.job import (
     went_wrong,
 )
 from hpcdask.jobs.folder import ClusterFolder
-from hpcdask.queues.job_state import OVER, WAITING, JobState, QueueState, QueueStatus
+from hpcdask.queues.job_state import OVER, WAITING, JobState, QueueStatus
 from hpcdask.spec.names import job_of_worker, worker_name
 
 T = 1_800_000_000.0  # now
@@ -61,9 +61,9 @@ def starting(id: str, **changes) -> Job:
     return pending(id, **{"state": JobState.STARTING, **since, **changes})
 
 
-def look(job: Job, seen: QueueStatus | QueueState | None, workers=(), *, now: float = T) -> Job:
+def look(job: Job, seen: QueueStatus | JobState | None, workers=(), *, now: float = T) -> Job:
     """Observe with a query."""
-    if isinstance(seen, QueueState):
+    if isinstance(seen, JobState):
         seen = QueueStatus(job.id, seen, restarts=job.restarts)
     return observe(job, {job.id: seen}, dict.fromkeys(workers, 0), now, POLICY)
 
@@ -88,9 +88,9 @@ def test_the_cluster_finds_the_job_from_the_name(cluster, job_id):
 
 
 def test_a_job_from_pending_to_completed():
-    job = look(pending("7"), QueueStatus("7", QueueState.PENDING, reason="Priority"))
+    job = look(pending("7"), QueueStatus("7", JobState.PENDING, reason="Priority"))
     assert (job.state, job.reason) == (JobState.PENDING, "Priority")
-    seen = QueueStatus("7", QueueState.RUNNING, ends=T + HOUR, nodes="n1")
+    seen = QueueStatus("7", JobState.RUNNING, ends=T + HOUR, nodes="n1")
     job = look(job, seen)
     assert (job.state, job.reason, job.nodes) == (JobState.STARTING, "", "n1")
     assert (job.started, job.ends) == (T, T + HOUR)
@@ -101,20 +101,20 @@ def test_a_job_from_pending_to_completed():
     assert (paused.state, paused.reason) == (JobState.RUNNING, "SUSPENDED")
     assert look(paused, None, names(job)).reason == "SUSPENDED"  # no answer about it
     assert look(paused, seen, names(job)).reason == ""
-    job = look(job, QueueStatus("7", QueueState.COMPLETED, exit_code=0))
+    job = look(job, QueueStatus("7", JobState.COMPLETED, exit_code=0))
     assert (job.state, job.exit_code, job.nodes) == (JobState.COMPLETED, 0, "n1")
 
 
 def test_a_connected_worker_wins_over_a_queue_that_lags():
     job = pending("7", size=2)
-    assert look(job, QueueState.PENDING, names(job, 1)).state is JobState.STARTING
-    assert look(job, QueueState.PENDING, names(job)).state is JobState.RUNNING
+    assert look(job, JobState.PENDING, names(job, 1)).state is JobState.STARTING
+    assert look(job, JobState.PENDING, names(job)).state is JobState.RUNNING
     assert look(job, None, names(job)).state is JobState.RUNNING
     assert look(job, None, names(job, 1)).state is JobState.STARTING
     early = worker_name(CLUSTER, "7", 1, 0)
-    again = look(running("7"), QueueState.RUNNING, [early])
+    again = look(running("7"), JobState.RUNNING, [early])
     assert (again.state, again.restarts) == (JobState.RUNNING, 1)
-    assert look(again, QueueStatus("7", QueueState.COMPLETED), [early]).state is JobState.RUNNING
+    assert look(again, QueueStatus("7", JobState.COMPLETED), [early]).state is JobState.RUNNING
 
 
 def test_unknown_is_a_state_until_several_queries_agree():
@@ -122,8 +122,8 @@ def test_unknown_is_a_state_until_several_queries_agree():
     for _ in range(POLICY.missed_max - 1):
         job = look(job, None)
         assert job.state is JobState.UNKNOWN
-    assert look(job, QueueState.RUNNING).missed == 0
-    assert look(job, QueueState.RUNNING).started == job.started
+    assert look(job, JobState.RUNNING).missed == 0
+    assert look(job, JobState.RUNNING).started == job.started
     assert look(job, None, names(job)).state is JobState.RUNNING
     gone = look(job, None)
     assert gone.state is JobState.FAILED
@@ -135,44 +135,44 @@ def test_unknown_is_a_state_until_several_queries_agree():
 @pytest.mark.parametrize("over", sorted(OVER))
 def test_what_is_over_stays_over_unless_its_workers_come(over):
     job = look(running("7"), over)
-    assert job.state is JobState(over)
-    for seen in (None, QueueState.PENDING, QueueState.RUNNING, *OVER):
-        assert look(job, seen).state is JobState(over)
-    assert look(job, QueueStatus("7", QueueState.RUNNING, restarts=1)).state is JobState.STARTING
+    assert job.state is over
+    for seen in (None, JobState.PENDING, JobState.RUNNING, *OVER):
+        assert look(job, seen).state is over
+    assert look(job, QueueStatus("7", JobState.RUNNING, restarts=1)).state is JobState.STARTING
     assert look(job, None, names(job)).state is JobState.RUNNING
 
 
 def test_a_restart_is_a_new_life():
     marks = {"leaving": True, "expiring": True, "cancelled": True, "held": 9}
     old = running("7", size=2, ends=T + 9, **marks)
-    waits = QueueStatus("7", QueueState.PENDING, restarts=1, reason="BeginTime")
+    waits = QueueStatus("7", JobState.PENDING, restarts=1, reason="BeginTime")
     job = look(old, waits, names(old))
     assert job == Job("7", 2, old.submitted, JobState.REQUEUED, "BeginTime", restarts=1)
-    job = look(job, QueueStatus("7", QueueState.RUNNING, restarts=1), names(old))
+    job = look(job, QueueStatus("7", JobState.RUNNING, restarts=1), names(old))
     assert job.arrived_at is None
     assert (job.state, job.workers) == (JobState.STARTING, frozenset())
-    assert look(job, QueueStatus("7", QueueState.FAILED, restarts=0)).state is JobState.STARTING
+    assert look(job, QueueStatus("7", JobState.FAILED, restarts=0)).state is JobState.STARTING
 
 
 def test_workers_that_vanish_make_a_job_lost():
     job = running("7", size=2)
-    lost = look(job, QueueState.RUNNING, names(job, 1))
+    lost = look(job, JobState.RUNNING, names(job, 1))
     assert (lost.state, lost.incomplete_since, overdue(lost)) == (JobState.LOST, T, False)
-    later = look(lost, QueueState.RUNNING, now=T + 30)
+    later = look(lost, JobState.RUNNING, now=T + 30)
     assert (later.state, later.incomplete_since, overdue(later, T + 30)) == (
         JobState.LOST,
         T,
         False,
     )
-    assert overdue(look(later, QueueState.RUNNING, now=T + 60), T + 60)
-    back = look(later, QueueState.RUNNING, names(job), now=T + 59)
+    assert overdue(look(later, JobState.RUNNING, now=T + 60), T + 60)
+    back = look(later, JobState.RUNNING, names(job), now=T + 59)
     assert (back.state, back.incomplete_since) == (JobState.RUNNING, None)
-    assert look(replace(job, leaving=True), QueueState.RUNNING).state is JobState.RUNNING
+    assert look(replace(job, leaving=True), JobState.RUNNING).state is JobState.RUNNING
 
 
 def test_a_job_whose_node_boots_has_time_to_start():
     job = pending("7")
-    boots = QueueStatus("7", QueueState.PENDING, reason="CONFIGURING", nodes="n1")
+    boots = QueueStatus("7", JobState.PENDING, reason="CONFIGURING", nodes="n1")
     for late in range(0, 900, 30):
         job = look(job, boots, now=T + late)
         assert (job.state, job.reason, overdue(job, T + late)) == (
@@ -180,9 +180,9 @@ def test_a_job_whose_node_boots_has_time_to_start():
             "CONFIGURING",
             False,
         )
-    job = look(job, QueueState.RUNNING, now=T + 900)
+    job = look(job, JobState.RUNNING, now=T + 900)
     assert (job.state, job.started) == (JobState.STARTING, T + 900)
-    boots = replace(boots, state=QueueState.REQUEUED, restarts=1)
+    boots = replace(boots, state=JobState.REQUEUED, restarts=1)
     job = look(job, boots, now=T + 930)
     assert (job.state, job.reason, job.restarts) == (JobState.REQUEUED, "CONFIGURING", 1)
     assert look(job, boots, now=T + 1500).state is JobState.REQUEUED
@@ -190,15 +190,15 @@ def test_a_job_whose_node_boots_has_time_to_start():
 
 def test_a_job_that_the_queue_does_not_know_the_state_of_is_judged_by_its_workers():
     job = running("7")
-    assert look(job, QueueState.UNKNOWN, names(job)).state is JobState.RUNNING
-    lost = look(job, QueueState.UNKNOWN)
+    assert look(job, JobState.UNKNOWN, names(job)).state is JobState.RUNNING
+    lost = look(job, JobState.UNKNOWN)
     assert (lost.state, lost.incomplete_since, lost.missed) == (JobState.LOST, T, 0)
-    late = look(lost, QueueState.UNKNOWN, now=T + 60)
+    late = look(lost, JobState.UNKNOWN, now=T + 60)
     assert overdue(late, T + 60)
     assert decide(1, late, now=T + 60) == Actions(submit=1, cancel=("7",))
     assert decide(0, late, now=T + 60) == Actions(cancel=("7",))
     assert look(lost, None).state is JobState.UNKNOWN
-    has_nodes = QueueStatus("8", QueueState.UNKNOWN, nodes="n1")
+    has_nodes = QueueStatus("8", JobState.UNKNOWN, nodes="n1")
     job = look(pending("8"), has_nodes)
     assert (job.state, job.started, overdue(job)) == (JobState.STARTING, T, False)
     assert overdue(look(job, has_nodes, now=T + 300), T + 300)
@@ -208,7 +208,7 @@ def test_a_job_without_nodes_whose_state_nobody_knows_is_waited_for():
     """Regression: it was failed, and cancelled, after three queries."""
     job = pending("8")
     for poll in range(10):
-        job = look(job, QueueState.UNKNOWN, now=T + HOUR * poll)
+        job = look(job, JobState.UNKNOWN, now=T + HOUR * poll)
         assert (job.state, job.missed, overdue(job, T + HOUR * poll)) == (
             JobState.UNKNOWN,
             0,
@@ -217,7 +217,7 @@ def test_a_job_without_nodes_whose_state_nobody_knows_is_waited_for():
     assert decide(1, job, now=T + 10 * HOUR) == Actions()
 
 
-@pytest.mark.parametrize(("state", "restarts"), [(QueueState.REQUEUED, 1), (QueueState.PENDING, 0)])
+@pytest.mark.parametrize(("state", "restarts"), [(JobState.REQUEUED, 1), (JobState.PENDING, 0)])
 def test_a_job_that_the_queue_failed_to_start_and_holds_is_a_failed_one(tmp_path, state, restarts):
     """Regression: it was waited for without end."""
     before, reason = starting("7"), "launch failed"
@@ -228,7 +228,7 @@ def test_a_job_that_the_queue_failed_to_start_and_holds_is_a_failed_one(tmp_path
     assert decide(1, job) == Actions(submit=1, cancel=("7",))
     cancelled = look(replace(job, cancelled=True), None, now=T + 9)
     assert cancelled.died == T
-    over = look(cancelled, QueueStatus("7", QueueState.CANCELLED, restarts=restarts), now=T + 9)
+    over = look(cancelled, QueueStatus("7", JobState.CANCELLED, restarts=restarts), now=T + 9)
     assert over.died == T
     folder = ClusterFolder.create("ab-1", "slurm", tmp_path)
     error = jobs_failed([job] * 3, [job], POLICY, folder)
@@ -238,7 +238,7 @@ def test_a_job_that_the_queue_failed_to_start_and_holds_is_a_failed_one(tmp_path
 
 @pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "Priority", "REQUEUE_HOLD"])
 def test_a_hold_that_somebody_wanted_is_respected(reason):
-    for state in (QueueState.PENDING, QueueState.REQUEUED):
+    for state in (JobState.PENDING, JobState.REQUEUED):
         job = look(pending("7"), QueueStatus("7", state, reason=reason), now=T + HOUR)
         assert (job.reason, overdue(job, T + HOUR)) == (reason, False)
         assert decide(1, job, now=T + HOUR) == Actions()
@@ -255,7 +255,7 @@ def counted(*jobs: Job) -> tuple[int, int]:
 
 
 def ended(job: Job, state: JobState, exit_code: int | None = None) -> Job:
-    return look(job, QueueStatus(job.id, QueueState(state), exit_code=exit_code))
+    return look(job, QueueStatus(job.id, JobState(state), exit_code=exit_code))
 
 
 @pytest.mark.parametrize(
@@ -292,13 +292,13 @@ def test_failed_starts_and_deaths(job, failed, died):
 
 def test_a_job_that_is_given_up_counts_once():
     job = starting("7")
-    late = look(job, QueueState.RUNNING, now=T + 300)
+    late = look(job, JobState.RUNNING, now=T + 300)
     assert counted(late) == (1, 1)
     assert counted(ended(late, JobState.FAILED)) == (1, 1)
     assert counted(ended(replace(late, cancelled=True), JobState.CANCELLED)) == (1, 1)
     surplus = replace(job, cancelled=True)
-    assert counted(look(surplus, QueueState.RUNNING, now=T + 300)) == (0, 0)
-    late = look(replace(LOST, incomplete_since=T - 59), QueueState.RUNNING, now=T + 1)
+    assert counted(look(surplus, JobState.RUNNING, now=T + 300)) == (0, 0)
+    late = look(replace(LOST, incomplete_since=T - 59), JobState.RUNNING, now=T + 1)
     assert counted(ended(replace(late, cancelled=True), JobState.CANCELLED)) == (0, 1)
     assert counted(late, running("8", arrived_at=T + 9)) == (0, 1)
 
@@ -411,7 +411,7 @@ class Entry:
     queued: float
     wait: float
     boot: float
-    state: QueueState = QueueState.PENDING
+    state: JobState = JobState.PENDING
     restarts: int = 0
     started: float = 0.0
     workers: int = 0
@@ -458,16 +458,16 @@ class Site:
 
     def advance(self, entry: Entry) -> None:
         if entry.state in WAITING and self.now >= entry.queued + entry.wait:
-            entry.state, entry.started = QueueState.RUNNING, self.now
-        if entry.state is not QueueState.RUNNING:
+            entry.state, entry.started = JobState.RUNNING, self.now
+        if entry.state is not JobState.RUNNING:
             return
         if self.now >= entry.started + entry.boot and not entry.crippled:
             entry.workers = self.size
         job = self.jobs[entry.id]
         if job.leaving and not job.workers and job.restarts == entry.restarts:
-            entry.state = QueueState.COMPLETED
+            entry.state = JobState.COMPLETED
         if self.now >= entry.started + self.walltime:
-            entry.state = QueueState.TIMEOUT
+            entry.state = JobState.TIMEOUT
         if entry.over():
             entry.workers = 0
 
@@ -478,10 +478,10 @@ class Site:
         entry = alive[self.choose(0, len(alive) - 1)]
         kind = self.choose(0, 5)
         if kind == 0:
-            ends = QueueState.FAILED, QueueState.CANCELLED, QueueState.PREEMPTED
+            ends = JobState.FAILED, JobState.CANCELLED, JobState.PREEMPTED
             entry.state = ends[self.choose(0, 2)]
-        elif kind == 1 and entry.state is QueueState.RUNNING:
-            entry.state, entry.queued = QueueState.REQUEUED, self.now
+        elif kind == 1 and entry.state is JobState.RUNNING:
+            entry.state, entry.queued = JobState.REQUEUED, self.now
             entry.restarts, entry.crippled = entry.restarts + 1, False
         elif kind == 2:
             entry.hidden = self.choose(1, 5)
@@ -493,7 +493,7 @@ class Site:
             entry.workers = self.choose(0, self.size)  # the nanny starts them again
             entry.boot = self.now + 2 * TICK_S - entry.started
             return
-        if entry.state is not QueueState.RUNNING:
+        if entry.state is not JobState.RUNNING:
             entry.workers = 0
 
     def look(self, *, lag: bool, mute: bool) -> None:
@@ -522,7 +522,7 @@ class Site:
             self.marked.add(key)
         for job_id in actions.cancel:
             job = self.jobs[job_id]
-            assert job.state is not QueueState.RUNNING or job.leaving
+            assert job.state is not JobState.RUNNING or job.leaving
             assert job.state not in OVER or job.missed >= self.policy.missed_max
         assert all(self.jobs[job_id].workers for job_id in actions.retire)
         acted = {*actions.cancel, *actions.retire}
@@ -535,7 +535,7 @@ class Site:
         for job_id in actions.cancel:
             self.jobs[job_id] = replace(self.jobs[job_id], cancelled=True)
             if not self.entries[job_id].over():
-                self.entries[job_id].state, self.entries[job_id].workers = QueueState.CANCELLED, 0
+                self.entries[job_id].state, self.entries[job_id].workers = JobState.CANCELLED, 0
         for job_id in actions.retire:
             self.jobs[job_id] = replace(self.jobs[job_id], leaving=True)
         for _ in range(actions.submit):
@@ -588,6 +588,6 @@ def test_walltime_after_walltime_each_job_is_replaced_once(wanted, walltime):
         replaced = sum(not job.counts for job in site.jobs.values())
         assert len(site.jobs) == wanted + replaced
     states = {entry.state for entry in site.entries.values()}
-    assert states <= {QueueState.PENDING, QueueState.RUNNING, QueueState.COMPLETED}
+    assert states <= {JobState.PENDING, JobState.RUNNING, JobState.COMPLETED}
     # At least 37.5 % of a walltime passes before the replacement is requested.
     assert wanted * (lives - 1) < len(site.entries) <= wanted * (1 + lives / 0.375)

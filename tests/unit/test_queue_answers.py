@@ -21,7 +21,7 @@ from hpcdask.errors import QueueError, Refused
 from hpcdask.queues import helpers
 from hpcdask.queues.base import Queue
 from hpcdask.queues.htcondor import HtcondorQueue
-from hpcdask.queues.job_state import QueueState, QueueStatus
+from hpcdask.queues.job_state import JobState, QueueStatus
 from hpcdask.queues.lsf import LsfQueue
 from hpcdask.queues.moab import MoabQueue
 from hpcdask.queues.oar import OarQueue
@@ -29,9 +29,9 @@ from hpcdask.queues.pbs import PbsQueue
 from hpcdask.queues.sge import SgeQueue
 
 Answer = str | tuple[int, str, str]
-PENDING, REQUEUED, RUNNING = QueueState.PENDING, QueueState.REQUEUED, QueueState.RUNNING
-COMPLETED, FAILED, TIMEOUT = QueueState.COMPLETED, QueueState.FAILED, QueueState.TIMEOUT
-CANCELLED, PREEMPTED, UNKNOWN = QueueState.CANCELLED, QueueState.PREEMPTED, QueueState.UNKNOWN
+PENDING, REQUEUED, RUNNING = JobState.PENDING, JobState.REQUEUED, JobState.RUNNING
+COMPLETED, FAILED, TIMEOUT = JobState.COMPLETED, JobState.FAILED, JobState.TIMEOUT
+CANCELLED, PREEMPTED, UNKNOWN = JobState.CANCELLED, JobState.PREEMPTED, JobState.UNKNOWN
 #: A local time of the samples.
 START = 1795212000.0
 AGAIN = "the queue started it a second time"
@@ -396,7 +396,7 @@ def account(task: int, failed: str, code: int, seconds: int) -> str:
     ],
 )
 def test_accounts_of_grid_engine(
-    failed: str, code: int, seconds: int, state: QueueState, reason: str
+    failed: str, code: int, seconds: int, state: JobState, reason: str
 ):
     queue = SgeQueue()
     site = Site(queue, {"qacct": "".join(account(n, failed, code, seconds) for n in (1, 2))})

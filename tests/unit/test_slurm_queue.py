@@ -12,7 +12,7 @@ import pytest
 
 from hpcdask.errors import NoAnswer, QueueError, Refused
 from hpcdask.queues import slurm
-from hpcdask.queues.job_state import QueueState, QueueStatus
+from hpcdask.queues.job_state import JobState, QueueStatus
 from hpcdask.queues.slurm import SlurmQueue
 from launching import wait_for
 
@@ -90,7 +90,7 @@ MAYBE = "ReqNodeNotAvail; May be reserved"
     ],
 )
 def test_squeue(ask, line, state, reason, facts):
-    assert ask(line + "\n") == {"7_1": QueueStatus("7_1", QueueState(state), reason, **facts)}
+    assert ask(line + "\n") == {"7_1": QueueStatus("7_1", JobState(state), reason, **facts)}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_squeue(ask, line, state, reason, facts):
 def test_elements_of_an_array(ask, shown, ids):
     line = f"{shown};PENDING;0;0;N/A;N/A;;Resources;\n"
     seen = ask(line, "7", "7+1", *(f"7_{number}" for number in range(20)))
-    assert seen == {one: QueueStatus(one, QueueState.PENDING, "Resources") for one in ids}
+    assert seen == {one: QueueStatus(one, JobState.PENDING, "Resources") for one in ids}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_elements_that_left_their_array(monkeypatch, shown):
     answer(monkeypatch, squeue=row("RUNNING") + "\n" + shown, scontrol="")
     queue = SlurmQueue()
     asyncio.run(queue.query(["7_1"]))
-    over = QueueStatus("7_2", QueueState.CANCELLED, "before it started")
+    over = QueueStatus("7_2", JobState.CANCELLED, "before it started")
     assert asyncio.run(queue.departed(["7_1", "7_2", "8_1", "9"])) == {"7_2": over}
 
 
@@ -164,7 +164,7 @@ Welcome to the site!
         "7_9": ("cancelled", "by user 0", None, {}),
     }
     assert asyncio.run(SlurmQueue().departed(ids)) == {
-        job: QueueStatus(job, QueueState(state), reason, code, **facts)
+        job: QueueStatus(job, JobState(state), reason, code, **facts)
         for job, (state, reason, code, facts) in ends.items()
     }
 

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from hpcdask.cli import main
 from hpcdask.errors import QueueError, UsageError
 from hpcdask.jobs.logs import GrowingFile
-from hpcdask.queues.job_state import QueueState, QueueStatus
+from hpcdask.queues.job_state import JobState, QueueStatus
 from hpcdask.queues.registry import queue_class
 from hpcdask.queues.slurm import SlurmQueue
 from hpcdask.submit import follow
@@ -321,7 +321,7 @@ def answering(*answers: QueueStatus | Exception | None) -> SlurmQueue:
     return queue
 
 
-def seen(state: QueueState, reason: str = "", code: int | None = None) -> QueueStatus:
+def seen(state: JobState, reason: str = "", code: int | None = None) -> QueueStatus:
     return QueueStatus("1", state, reason, exit_code=code, nodes="n1")
 
 
@@ -339,8 +339,8 @@ def test_each_state_is_said_once_and_the_log_is_copied(
     path = tmp_path / "log"
     path.write_bytes(b"one\n\xff")
     said: list[str] = []
-    waits = seen(QueueState.PENDING, "Resources")
-    runs, over = seen(QueueState.RUNNING), seen(QueueState.FAILED, code=3)
+    waits = seen(JobState.PENDING, "Resources")
+    runs, over = seen(JobState.RUNNING), seen(JobState.FAILED, code=3)
     queue = answering(None, waits, waits, QueueError("squeue hangs"), runs, runs, over)
     assert asyncio.run(follow.wait(queue, "1", GrowingFile(path), said.append)) == over
     waiting, silent, running = said
@@ -389,14 +389,14 @@ def test_the_wait_goes_on_though_nobody_reads_stdout_any_more(tmp_path: Path):
 @pytest.mark.parametrize(
     ("end", "code", "words"),
     [
-        (seen(QueueState.COMPLETED, code=0), 0, ""),
-        (seen(QueueState.FAILED, code=139), 139, "job 1 failed, exit code 139"),
-        (seen(QueueState.FAILED, "NODE_FAIL"), 1, "failed, its exit code is not known: NODE_FAIL"),
-        (seen(QueueState.COMPLETED, "not shown"), 1, "its exit code is not known: not shown"),
-        (seen(QueueState.TIMEOUT), 1, "job 1 ran out of time"),
-        (seen(QueueState.PREEMPTED, code=15), 1, "job 1 was preempted"),
-        (seen(QueueState.CANCELLED, "by ann"), 1, "job 1 was cancelled: by ann"),
-        (QueueStatus("1", QueueState.FAILED, copies=("57",)), 1, "runs it again as job 57"),
+        (seen(JobState.COMPLETED, code=0), 0, ""),
+        (seen(JobState.FAILED, code=139), 139, "job 1 failed, exit code 139"),
+        (seen(JobState.FAILED, "NODE_FAIL"), 1, "failed, its exit code is not known: NODE_FAIL"),
+        (seen(JobState.COMPLETED, "not shown"), 1, "its exit code is not known: not shown"),
+        (seen(JobState.TIMEOUT), 1, "job 1 ran out of time"),
+        (seen(JobState.PREEMPTED, code=15), 1, "job 1 was preempted"),
+        (seen(JobState.CANCELLED, "by ann"), 1, "job 1 was cancelled: by ann"),
+        (QueueStatus("1", JobState.FAILED, copies=("57",)), 1, "runs it again as job 57"),
     ],
 )
 def test_exit_codes(tmp_path: Path, end: QueueStatus, code: int, words: str):
