@@ -215,8 +215,7 @@ class Group:
         counting = self.active()
         crowded = len(counting) > self.wanted and any(job.workers for job in counting)
         idle = retire.closable(self.controller.scheduler, self.job_of) if crowded else []
-        now, policy = time.time(), self.policy
-        return plan(self.wanted, self.jobs.values(), idle=idle, now=now, policy=policy)
+        return plan(self.wanted, self.jobs.values(), time.time(), self.policy, idle)
 
     # Submitting
 

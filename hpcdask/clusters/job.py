@@ -278,12 +278,7 @@ class Actions:
 
 
 def plan(
-    wanted: int,
-    jobs: Collection[Job],
-    *,
-    idle: Sequence[str] = (),
-    now: float,
-    policy: Policy,
+    wanted: int, jobs: Collection[Job], now: float, policy: Policy, idle: Sequence[str] = ()
 ) -> Actions:
     """Return what to do so that `wanted` jobs run; each job is named once at most.
 

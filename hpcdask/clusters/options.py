@@ -270,25 +270,16 @@ class _Reader:
         walltime = timedelta.max  # no limit
         if (limit := settings.get("walltime")) is not None:
             walltime = self.queue.parse_walltime(walltime_text(limit))
-        return JobOptions(
-            job=job,
-            asked=Request(
-                name=str(job.job_name or "dask-worker"),
-                gpus=0 if in_header else gpus,
-                gpu_type=settings.get("gpu_type"),
-                nodes=nodes,
-            ),
-            spec=dataclasses.replace(spec, memory_limit=share, nthreads=nthreads),
-            gpus=gpus,
-            workers=workers,
-            python=str(settings.get("python") or shlex.quote(sys.executable)),
-            n_workers=settings.get("n_workers", 0),
-            policy=Policy(
-                start_timeout_s=settings.get("start_timeout", Policy.start_timeout_s),
-                walltime_s=None if walltime == timedelta.max else walltime.total_seconds(),
-                deaths_max=settings.get("deaths_max"),
-            ),
-        )
+        walltime_s = None if walltime == timedelta.max else walltime.total_seconds()
+        start_timeout_s = settings.get("start_timeout", Policy.start_timeout_s)
+        deaths_max, n_workers = settings.get("deaths_max"), settings.get("n_workers", 0)
+        policy = Policy(start_timeout_s, deaths_max=deaths_max, walltime_s=walltime_s)
+        gpu_type, to_ask = settings.get("gpu_type"), 0 if in_header else gpus
+        name, python = str(job.job_name or "dask-worker"), settings.get("python")
+        asked = Request(name, gpus=to_ask, gpu_type=gpu_type, nodes=nodes)
+        python = str(python or shlex.quote(sys.executable))
+        spec = dataclasses.replace(spec, memory_limit=share, nthreads=nthreads)
+        return JobOptions(job, asked, spec, gpus, workers, python, n_workers, policy)
 
     def _worker_spec(self, settings: Mapping[str, Any], given: Mapping[str, Any]) -> WorkerSpec:
         """Read the workers' specification; `worker_extra_args` overrule the configuration."""

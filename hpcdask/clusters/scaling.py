@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from .controller import Group
     from .options import JobOptions
 
+Call = Callable[..., Any]
+Groups = Mapping[str, "JobOptions"]
+Values = Mapping[str, Any]
+#: Least and most workers of a group.
+Bounds = tuple[int, float]
 #: Part of the workers' memory above which they are too few, as for distributed.
 FULL = 0.6
 
 # What is asked for
 
 
-def wishes(
-    scale: Callable[..., Any],
-    groups: Mapping[str, JobOptions],
-    given: Mapping[str, Any],
-    named: Mapping[str, int],
-) -> dict[str, int]:
+def wishes(scale: Call, groups: Groups, given: Values, named: Values) -> dict[str, int]:
     """Return the workers that a cluster's `scale` is asked for, by group. Raises UsageError.
 
     `given` is its own keywords, of which the one with the most workers counts.
@@ -49,12 +49,7 @@ def wishes(
     return {"": math.ceil(max(numbers, default=0))}
 
 
-def bounds(
-    adapt: Callable[..., Any],
-    groups: Mapping[str, JobOptions],
-    given: Mapping[str, Any],
-    named: Mapping[str, Any],
-) -> dict[str, tuple[int, float]]:
+def bounds(adapt: Call, groups: Groups, given: Values, named: Values) -> dict[str, Bounds]:
     """Return the least and most workers that a cluster's `adapt` is asked for, in whole jobs.
 
     `given` is the bounds of a cluster without groups, of which the strictest counts; `named` those
@@ -79,12 +74,7 @@ def bounds(
     return found
 
 
-def _check_names(
-    call: Callable[..., Any],
-    groups: Collection[str],
-    given: Mapping[str, Any],
-    named: Collection[str],
-) -> None:
+def _check_names(call: Call, groups: Groups, given: Values, named: Values) -> None:
     """Raise UsageError for unknown groups, and for a number whose group is not named."""
     names, do = list(filter(None, groups)), call.__name__
     if unknown := [name for name in named if name not in names]:
@@ -109,7 +99,7 @@ def _in_workers(job: JobOptions, name: str, value: Any) -> float:
     return whole_number(value, name, 0)
 
 
-def _whole_jobs(low: float, high: float, size: int) -> tuple[int, float]:
+def _whole_jobs(low: float, high: float, size: int) -> Bounds:
     least, most = math.ceil(low / size) * size, high if high == math.inf else high // size * size
     if least > most or 0 < high < size:
         raise UsageError(
@@ -175,11 +165,9 @@ class JobAdaptive(Adaptive):
 
     cluster: JobCluster
 
-    def __init__(
-        self, cluster: JobCluster, bounds: Mapping[str, tuple[int, float]], **keywords: Any
-    ) -> None:
+    def __init__(self, cluster: JobCluster, bounds: Mapping[str, Bounds], **more: Any) -> None:
         least, most = (sum(some) for some in zip(*bounds.values(), strict=True))
-        super().__init__(cluster, minimum=least, maximum=most, **keywords)
+        super().__init__(cluster, minimum=least, maximum=most, **more)
         self.bounds = dict(bounds)
         self._looks = {name: deque[int](maxlen=max(1, self.wait_count)) for name in bounds}
 
