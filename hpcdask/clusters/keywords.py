@@ -266,6 +266,5 @@ def parse_values(given: Mapping[str, Any], keywords: type) -> dict[str, Any]:
             "worker_command, nanny: jobs start hpcdask's own worker, which takes the place of "
             "dask_cuda.cli, and every worker has a nanny, which restarts it. Leave them out"
         )
-    if "memory" in values and not parse_memory(memory := values["memory"], "memory"):
-        raise UsageError(f"memory={memory!r}: a job needs an amount of memory, such as 64GiB")
+    parse_memory(values.get("memory"), "memory")
     return values

@@ -140,6 +140,8 @@ def test_scale_up_and_down(folder: Path):
         assert client.gather(counted) == before  # moved, not computed again
         cluster.scale(jobs=2)
         client.wait_for_workers(2, timeout=180)
+        cluster.scale(0)  # though nobody is left to take the results
+        wait_for(lambda: set(states(cluster)) == {JobState.COMPLETED}, 30, "all to end")
     logs = [path for path in walk(folder) if path.suffix == ".log"]
     assert logs
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in logs)
