@@ -17,7 +17,7 @@ Protocol = Literal["auto", "tcp", "ucx"]
 
 
 class WorkerKeywords(TypedDict, total=False):
-    """Fields of `WorkerSpec` but ``protocol``, of which clusters take more."""
+    """Fields of `WorkerSpec` but ``protocol`` and ``name``, which mean more to clusters."""
 
     device: Device | None
     interface: str | None
@@ -30,7 +30,6 @@ class WorkerKeywords(TypedDict, total=False):
     rmm_allocator_external_lib_list: str | Iterable[str] | None
     device_memory_limit: str | int | float | None
     local_directory: str | None
-    name: str | None
     resources: str | Mapping[str, float] | None
     preload: str | Iterable[str] | None
     preload_nanny: str | Iterable[str] | None
@@ -44,6 +43,7 @@ class RunKeywords(WorkerKeywords, total=False):
     """Fields of `RunSpec`."""
 
     protocol: Protocol | None
+    name: str | None
     scheduler_file: str | None
     dashboard_address: str | None
     tls: bool | None
@@ -92,9 +92,7 @@ def describe(doc: str, keywords: Iterable[Keyword]) -> str:
     described = ""
     for name, kind, text, _ in keywords:
         kind_text = type_text(kind).replace(" | None", "").replace("collections.abc.", "")
-        kind_text = re.sub(r"Literal\[(.*?)\]", r"{\1}", kind_text)
-        kind_text = re.sub(r"\b(list|Iterable)\[(\w+)\]", r"\1 of \2", kind_text)
-        described += f"{name} : {kind_text.replace(' | ', ' or ')}\n"
+        described += f"{name} : {kind_text}\n"
         described += textwrap.indent(textwrap.fill(text, 88), "    ") + "\n"
     plain = inspect.cleandoc(doc) + "\n"  # Python 3.13 has taken the indent away already
     text = re.sub(r"^\*\*\w+\n(?:    .*\n)*", lambda _: described, plain, flags=re.M)

@@ -44,6 +44,7 @@ def test_a_cluster_s_signature_has_the_keywords_that_it_takes(system: str):
     assert [key for key, text in known.items() if text == "Any"] == ["loop"]
     told = re.findall(r"^    (\w+) : (?!Any)", cls.__doc__, flags=re.M)
     assert sorted(told) == sorted(taken - {"loop"})
+    assert "    name : str\n        Name of the cluster." in cls.__doc__
 
 
 def test_the_signatures_of_a_runner_have_the_fields_of_its_spec():
