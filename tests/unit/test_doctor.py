@@ -128,7 +128,7 @@ def mig_box() -> Facts:
 
 
 def laptop() -> Facts:
-    facts = facts_of([], NO_UCX, mpi={"version": ""})
+    facts = facts_of([], NO_UCX, mpi=None)
     facts["software"]["packages"] = {"dask": "2026.8.0", "distributed": "2026.8.0"}
     facts["process"] |= {"open_files": 4096, "locked_memory": [8 << 20, 8 << 20]}
     return facts
