@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 finding = partial(Finding, "job")
 #: Seconds for a command of SLURM.
 COMMAND_DEADLINE_S = 8.0
+#: Part of an answer where SLURM is installed, and the machine belongs to none.
+NO_SLURM = "establish a configuration source"
 #: Variables by which the systems tell a job of its GPUs.
 GPU_VARIABLES = re.compile(r"(SLURM|PBS|LSB|SGE|FLUX|_CONDOR)_\w*(GPU|GRES|TRES)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class QueueFacts(Record):
-    """Job of this process, its variables about GPUs, and the output of SLURM's commands.
+    """Job of this process, its variables about GPUs, and SLURM's answer, empty where it is not.
 
     `request` is how to get a GPU.
     """
@@ -37,23 +39,19 @@ class QueueFacts(Record):
     job: str | None = None
     request: str = ""
     gpus: dict[str, str] = field(default_factory=dict)
-    srun: str = ""
-    controller: str = ""
+    slurm: str = ""
 
     @classmethod
     def read(cls) -> QueueFacts:
-        """Read the job's variables, and ask SLURM where there is an ``srun``."""
+        """Read the job's variables, and ask SLURM: its controller, but not from all of its jobs."""
         (system, _), job = title_and_request(), job_id()
         gpus = {name: value for name, value in os.environ.items() if GPU_VARIABLES.match(name)}
-        # the last line is an effect of those before
-        srun = _output("srun", "--version").rpartition("; ")[2]
-        # of a job with many nodes, all would ask
-        controller = _output("scontrol", "ping") if srun.startswith("slurm") and not job else ""
-        return cls(system, job, how_to_request(job), gpus, srun, controller)
+        slurm = _answer("srun", "--version") if job else _answer("scontrol", "ping")
+        return cls(system, job, how_to_request(job), gpus, slurm)
 
 
-def _output(*command: str) -> str:
-    """Return what a command prints, or why it does not answer; empty where there is none."""
+def _answer(*command: str) -> str:
+    """Return the end of what a command prints, or why it does not answer; empty without it."""
     if not shutil.which(command[0]):
         return ""
     try:
@@ -71,12 +69,9 @@ def check(known: QueueFacts, node: Node) -> Iterator[Finding]:
         gpus = " ".join(f"{name}={value}" for name, value in sorted(known.gpus.items()))
         value = f"{known.system} {known.job.partition('.r')[0]}"
         yield finding("job", "ok", f"{value}, {gpus or 'no GPUs by its variables'}")
-    advice = "SLURM may not work on this node, or not be needed: see srun --version"
-    if known.srun.startswith("slurm"):
-        yield finding("srun", "ok", known.srun)
-    elif known.srun:
-        yield finding("srun", "warning" if known.job else "note", known.srun, advice)
-    if known.controller and " is UP" not in known.controller:
-        value = f"its controller does not answer, so nothing can be submitted: {known.controller}"
+    if known.slurm.startswith("slurm") or " is UP" in known.slurm:
+        yield finding("SLURM", "ok", known.slurm)
+    elif known.slurm:
         advice = "See scontrol ping, and munge -n | unmunge; tell the site's staff"
-        yield finding("SLURM", "warning", value, advice)
+        none_here = not known.job and NO_SLURM in known.slurm
+        yield finding("SLURM", "note" if none_here else "warning", known.slurm, advice)
