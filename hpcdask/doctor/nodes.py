@@ -23,7 +23,7 @@ from .links import PortFacts
 from .proofs import Outcome
 from .queue import QueueFacts
 from .report import Finding, together
-from .software import MpiFacts, SoftwareFacts
+from .software import SoftwareFacts
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RankFacts(Record):
 
     process: ProcessFacts | None = None
     software: SoftwareFacts | None = None
-    mpi: MpiFacts | None = None
+    mpi: str = ""
     gpus: GpusFacts | None = None
     stack: Outcome | None = None
     fabric: Fabric | None = None
@@ -59,7 +59,7 @@ class Group(NamedTuple):
 GROUPS = {
     "process": Group(ProcessFacts.read, by_all=True),
     "software": Group(SoftwareFacts.read, software.check),
-    "mpi": Group(MpiFacts.read, software.check_mpi),
+    "mpi": Group(software.read_mpi, lambda known, node: [software.finding("mpi4py", "ok", known)]),
     "gpus": Group(GpusFacts.read, gpus.check, by_all=True),
     "stack": Group(None, proofs.check_stack),  # proven after the others
     "fabric": Group(fabric.look, links.check, by_all=True),
@@ -90,7 +90,6 @@ class Node:
 
     name: str
     reports: Mapping[int, RankFacts]
-    launcher: str = "none"
     all_workers: int = 1
 
     @property
