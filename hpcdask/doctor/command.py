@@ -122,10 +122,8 @@ def _answer(reader: Callable[[], Any], pipe: Connection) -> None:
     os.closerange(pipe.fileno() + 1, FILES)
     try:
         pipe.send((reader(), ""))
-    except HpcdaskError as error:
-        pipe.send((None, str(error)))
     except Exception as error:
-        pipe.send((None, root_cause(error)))
+        pipe.send((None, str(error) if isinstance(error, HpcdaskError) else root_cause(error)))
 
 
 async def _gather(gathering: Gathering, *, proves: bool) -> RankFacts:

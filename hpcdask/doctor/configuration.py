@@ -34,14 +34,12 @@ OF_USERS = {"cores": 1, "memory": "1GiB"}
 
 
 def examine() -> tuple[Finding, ...]:
-    """Return findings on this node's configuration, made here: its files are only here.
-
-    They are the settings of all sources, weakest first, and those that cannot be used.
-    """
+    """Return findings on this node's configuration, made here: its files are only here."""
     return tuple(_findings())
 
 
 def _findings() -> Iterator[Finding]:
+    """Yield the settings of all sources, weakest first, and those that cannot be used."""
     try:
         check_configuration()
     except UsageError as error:

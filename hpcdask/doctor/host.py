@@ -1,4 +1,4 @@
-"""Host of a node: its name, shared memory, folder for spilled data, and limits of processes."""
+"""Host of a node: name, shared memory, folder for spilled data, job, and limits of processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import resource
+import shutil
 import socket
+import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,7 @@ from dask.utils import format_bytes
 from hpcdask.bootstrap import resources
 from hpcdask.logs import plural, spans
 from hpcdask.node.scratch import KEY, base_folder, configured_source
+from hpcdask.queues.environment import how_to_request, job_id, title_and_request
 from hpcdask.spec.records import Record
 
 from .report import Finding, Status, slow
@@ -25,7 +28,7 @@ from .report import Finding, Status, slow
 if TYPE_CHECKING:
     from .nodes import Node
 
-finding, of_process = partial(Finding, "node"), partial(Finding, "process")
+finding, of_process, of_job = (partial(Finding, one) for one in ("node", "process", "job"))
 GIB = 2**30
 #: File systems that other nodes share, so that many workers spill through one server.
 NETWORK_FILE_SYSTEMS = {
@@ -53,6 +56,12 @@ SLOW_SETTINGS = {
 FILES, FILES_PER_WORKER = 256, 8
 LEAST_PROCESSES, LEAST_SCRATCH, LEAST_WORKER_MEMORY = 2048, 20 * GIB, 8 * GIB
 UNLIMITED = resource.RLIM_INFINITY
+#: Seconds for a command of SLURM.
+COMMAND_DEADLINE_S = 8.0
+#: Part of an answer where SLURM is installed, and the machine belongs to none.
+NO_SLURM = "establish a configuration source"
+#: Variables by which the systems tell a job of its GPUs.
+GPU_VARIABLES = re.compile(r"(SLURM|PBS|LSB|SGE|FLUX|_CONDOR)_\w*(GPU|GRES|TRES)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -159,11 +168,54 @@ def check_scratch(known: FolderFacts, node: Node) -> Iterator[Finding]:
 
 
 @dataclass(frozen=True)
-class ProcessFacts(Record):
-    """Cores, bytes and limits of a rank, and its settings.
+class JobFacts(Record):
+    """Job of this process, how to get a GPU, its variables about GPUs, and SLURM's answer or ""."""
 
-    The limit of locked memory is the soft and the hard one.
-    """
+    system: str = ""
+    job: str | None = None
+    request: str = ""
+    gpus: dict[str, str] = field(default_factory=dict)
+    slurm: str = ""
+
+    @classmethod
+    def read(cls) -> JobFacts:
+        """Read the job's variables, and ask SLURM: its controller, but not from all of its jobs."""
+        (system, _), job = title_and_request(), job_id()
+        gpus = {name: value for name, value in os.environ.items() if GPU_VARIABLES.match(name)}
+        slurm = _answer("srun", "--version") if job else _answer("scontrol", "ping")
+        return cls(system, job, how_to_request(job), gpus, slurm)
+
+
+def _answer(*command: str) -> str:
+    """Return the end of what a command prints, or why it does not answer; empty without it."""
+    if not shutil.which(command[0]):
+        return ""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]} does not answer: {error}"
+    return "; ".join(f"{done.stdout}{done.stderr}".splitlines())[-200:] or "prints nothing"
+
+
+def check_job(known: JobFacts, node: Node) -> Iterator[Finding]:
+    """Yield findings on the job on one node, and on SLURM."""
+    if known.job:
+        gpus = " ".join(f"{name}={value}" for name, value in sorted(known.gpus.items()))
+        value = f"{known.system} {known.job.partition('.r')[0]}"
+        yield of_job("job", "ok", f"{value}, {gpus or 'no GPUs by its variables'}")
+    if known.slurm.startswith("slurm") or " is UP" in known.slurm:
+        yield of_job("SLURM", "ok", known.slurm)
+    elif known.slurm:
+        advice = "See scontrol ping, and munge -n | unmunge; tell the site's staff"
+        none_here = not known.job and NO_SLURM in known.slurm
+        yield of_job("SLURM", "note" if none_here else "warning", known.slurm, advice)
+
+
+@dataclass(frozen=True)
+class ProcessFacts(Record):
+    """Cores, bytes, limits and settings of a rank; of `locked_memory` the soft and hard limit."""
 
     cores: tuple[int, ...]
     memory: int

@@ -115,12 +115,12 @@ def _clocks(launch: Launch) -> Iterator[Finding]:
         return
     seconds, host = max(away)
     value = f"differ by at most {max(seconds, 0.001):.3f} s"
-    if seconds <= CLOCK_WARNING_S:
+    if seconds > CLOCK_WARNING_S:
+        status: Status = "error" if seconds > CLOCK_ERROR_S else "warning"
+        advice = "The nodes' clocks are not set by one server: tell the site's staff"
+        yield finding("clocks", status, f"{value} ({host})", advice)
+    else:
         yield finding("clocks", "ok", value)
-        return
-    status: Status = "error" if seconds > CLOCK_ERROR_S else "warning"
-    advice = "The nodes' clocks are not set by one server: tell the site's staff"
-    yield finding("clocks", status, f"{value} ({host})", advice)
 
 
 def _transport(nodes: Sequence[Node]) -> Iterator[Finding]:

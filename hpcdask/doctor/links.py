@@ -113,8 +113,7 @@ def _tls(transports: str, known: Fabric, node: Node) -> Iterator[Finding]:
 def _devices(devices: str, known: Fabric) -> Iterator[Finding]:
     """Yield a finding on ``UCX_NET_DEVICES`` that leaves out InfiniBand."""
     named = any(port.name.partition(":")[0] in devices for port in known.infiniband)
-    patterns = re.search("all|[*?^~]", devices)
-    if devices and _usable(known) and not named and not patterns:
+    if devices and _usable(known) and not named and not re.search("all|[*?^~]", devices):
         advice = f"Unset it, or name a port: {', '.join(_usable(known))}"
         yield slow("settings", DEVICES, f"with {devices}, InfiniBand is not used", advice)
 

@@ -16,12 +16,11 @@ from hpcdask.runner.plan import assign_devices
 from hpcdask.spec.records import Record
 from hpcdask.spec.specs import RunSpec
 
-from . import configuration, gpus, host, links, proofs, queue, software
+from . import configuration, gpus, host, links, proofs, software
 from .gpus import GpuFacts, GpusFacts
-from .host import FolderFacts, NameFacts, ProcessFacts
+from .host import FolderFacts, JobFacts, NameFacts, ProcessFacts
 from .links import PortFacts
 from .proofs import Outcome
-from .queue import QueueFacts
 from .report import Finding, together
 from .software import SoftwareFacts
 
@@ -37,7 +36,7 @@ class RankFacts(Record):
     stack: Outcome | None = None
     fabric: Fabric | None = None
     ports: PortFacts | None = None
-    queue: QueueFacts | None = None
+    queue: JobFacts | None = None
     configuration: tuple[Finding, ...] = ()
     name: NameFacts | None = None
     shared_memory: FolderFacts | None = None
@@ -64,7 +63,7 @@ GROUPS = {
     "stack": Group(None, proofs.check_stack),  # proven after the others
     "fabric": Group(fabric.look, links.check, by_all=True),
     "ports": Group(PortFacts.read, links.check_range),
-    "queue": Group(QueueFacts.read, queue.check),
+    "queue": Group(JobFacts.read, host.check_job),
     "configuration": Group(configuration.examine, lambda known, node: known),
     "name": Group(NameFacts.read, host.check_name),
     "shared_memory": Group(partial(FolderFacts.read, "/dev/shm"), host.check_shared_memory),
@@ -138,8 +137,7 @@ class Node:
     @property
     def workers(self) -> int:
         """Number of its workers: one for each rank, or for each GPU if started by hand."""
-        ranks = len(self.processes) or len(self.reports)
-        return ranks if ranks > 1 else max(1, len(self.gpus))
+        return len(self.reports) if len(self.reports) > 1 else max(1, len(self.gpus))
 
     def assign(self) -> tuple[Mapping[int, Sequence[GpuFacts]], str]:
         """Return the GPUs of each rank's workers; those that it sees and an error if some lack."""

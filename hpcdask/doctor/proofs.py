@@ -54,10 +54,8 @@ REDUCE = "all-reduce"
 NCCL_ADVICE = {
     "start": "See python -c 'import cupy' on this node, and whether its file system answers",
     "library": "Install NCCL for the CUDA of CuPy; torch's wheels bring it, too",
-    "communicator": "Name the network that joins the nodes with NCCL_SOCKET_IFNAME; see what NCCL "
-    "says with NCCL_DEBUG=INFO",
-    REDUCE: "A way between the GPUs is broken. To find it, leave one out: NCCL_P2P_DISABLE=1, "
-    "NCCL_IB_DISABLE=1 or NCCL_SHM_DISABLE=1",
+    "communicator": "Name the nodes' network with NCCL_SOCKET_IFNAME; see NCCL_DEBUG=INFO",
+    REDUCE: "Find the broken way: set NCCL_P2P_DISABLE, NCCL_IB_DISABLE or NCCL_SHM_DISABLE to 1",
 }
 
 
@@ -185,12 +183,14 @@ def members(nodes: Iterable[Node]) -> dict[str, tuple[int, str]]:
     return found
 
 
-#: Function that sends an order to a rank, and returns the outcomes of the rank's GPUs in order.
-Ask = Callable[[int, dict[str, Any]], Awaitable[list[Outcome]]]
+async def measure(
+    every: Mapping[str, tuple[int, str]],
+    ask: Callable[[int, dict[str, Any]], Awaitable[list[Outcome]]],
+) -> list[tuple[str, Outcome]]:
+    """Measure an all-reduce between all `members`; return each one's name and outcome.
 
-
-async def measure(every: Mapping[str, tuple[int, str]], ask: Ask) -> list[tuple[str, Outcome]]:
-    """Measure an all-reduce between all `members`; return each one's name and outcome."""
+    `ask` sends an order to a rank, and returns the outcomes of the rank's GPUs, in order.
+    """
     if len(every) < 2:
         return [(name, Outcome()) for _, name in every.values()]
     host = await _start("host", **SPEAK)

@@ -22,11 +22,10 @@ from clock import stretched
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric, Interface, Port
 from hpcdask.comm.ucx_config import UcxInstall
-from hpcdask.doctor import command, gpus, host, proofs, queue, report
+from hpcdask.doctor import command, gpus, host, proofs, report
 from hpcdask.doctor.gpus import GpusFacts
 from hpcdask.doctor.launch import Arrival, Launch
 from hpcdask.doctor.nodes import RankFacts
-from hpcdask.doctor.queue import QueueFacts
 from hpcdask.doctor.report import Finding, Report
 from hpcdask.errors import installing
 from launching import wait_for
@@ -580,7 +579,7 @@ def job(monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep if scripts else None)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return examine(facts | {"queue": QueueFacts.read().to_json()})
+        return examine(facts | {"queue": host.JobFacts.read().to_json()})
 
     return look
 
@@ -625,7 +624,7 @@ def test_slurm_s_controller_is_asked_outside_of_jobs(job):
     ],
 )
 def test_a_slurm_that_does_not_answer(job, monkeypatch, inside, script, value, status):
-    monkeypatch.setattr(queue, "COMMAND_DEADLINE_S", 0.5 if "sleep" in script else 60)
+    monkeypatch.setattr(host, "COMMAND_DEADLINE_S", 0.5 if "sleep" in script else 60)
     variables, command = (IN_JOB, "srun") if inside else ({}, "scontrol")
     found = only(job(variables, nvlink_box(), **{command: f"{script}\nexit 1"}), "SLURM")
     assert (found.status, value in found.value) == ("warning" if inside else status, True)
