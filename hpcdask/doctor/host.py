@@ -210,7 +210,8 @@ def check_job(known: JobFacts, node: Node) -> Iterator[Finding]:
     elif known.slurm:
         advice = "See scontrol ping, and munge -n | unmunge; tell the site's staff"
         none_here = not known.job and NO_SLURM in known.slurm
-        yield of_job("SLURM", "note" if none_here else "warning", known.slurm, advice)
+        value = f"does not work here: {known.slurm}"
+        yield of_job("SLURM", "note" if none_here else "warning", value, advice)
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,7 @@ class RankFacts(Record):
 
 
 class Group(NamedTuple):
-    """Group of facts: its reader, and its check of the facts and their node.
-
-    One rank of each node reads the group, or all of them.
-    """
+    """Group of facts: reader, check of the facts and their node, and whether all ranks read it."""
 
     read: Callable[[], Any] | None
     check: Callable[[Any, Any], Iterable[Finding]] = lambda known, node: ()
