@@ -52,8 +52,8 @@ EXACT_COLUMNS, EXACT_ROWS = 20, 625_000
 EXACT_TOLERANCE = 1e-10
 #: Rows of the matrix and of u that are compared, at the start, in the middle and at the end.
 SAMPLE = 64
-#: Made-up genotypes: samples, unless that leaves too few variants, populations, bytes of a chunk.
-SAMPLES, LEAST_VARIANTS, N_POPULATIONS, CHUNK_NBYTES = 2000, 1000, 4, 16_000_000
+#: Made-up genotypes: samples, variants that tell populations apart, populations, bytes of a chunk.
+SAMPLES, LEAST_VARIANTS, N_POPULATIONS, CHUNK_NBYTES = 2000, 2000, 4, 16_000_000
 #: Of the variance of the samples' coordinates, the part that lies within populations.
 LARGEST_WITHIN = 0.1
 
@@ -155,12 +155,7 @@ def run_svd(
 def run_svd_exact(cluster: Cluster, nbytes: int | None = None, *, repeats: int = 3) -> Measurement:
     """Measure ``dask.array.linalg.svd`` of a random float64 matrix; its Gram matrix checks it."""
     nbytes = nbytes or suitable(cluster, "svd exact")
-    n_rows = nbytes // (8 * EXACT_COLUMNS)
-    if n_rows < EXACT_COLUMNS:
-        raise UsageError(
-            f"size {nbytes} B is too small: the least is {8 * EXACT_COLUMNS**2} B, "
-            f"{EXACT_COLUMNS} x {EXACT_COLUMNS} float64"
-        )
+    n_rows = max(EXACT_COLUMNS, nbytes // (8 * EXACT_COLUMNS))
     check_room(cluster, nbytes)
     library = client_cupy() if cluster.device == "cuda" else np
     x = plain_svd.random_matrix(n_rows, EXACT_COLUMNS, EXACT_ROWS, library)
@@ -269,10 +264,9 @@ def _store(cluster: Cluster, nbytes: int, path: Path | None) -> Iterator[tuple[s
         # One that was not written to its end must not be taken for a whole one the next time
         partial = path.with_name(f"{path.name}.partial-{os.urandom(4).hex()}")
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
-        samples = min(SAMPLES, max(N_POPULATIONS, nbytes // LEAST_VARIANTS))
-        shape = max(1, nbytes // samples), samples
+        shape = max(LEAST_VARIANTS, nbytes // SAMPLES), SAMPLES
         few = math.ceil(shape[0] / (4 * cluster.n_slots))
-        how = {"rows": max(1, min(CHUNK_NBYTES // samples, few)), "n_populations": N_POPULATIONS}
+        how = {"rows": min(CHUNK_NBYTES // SAMPLES, few), "n_populations": N_POPULATIONS}
         say(f"writing {format_bytes(math.prod(shape))} of made-up genotypes to {path}")
         _, total = compute(cluster, genotypes.write_genotypes(partial, shape, **how))
         partial.rename(path)

@@ -172,17 +172,14 @@ def choose_device(found: Mapping[str, Mapping[str, Any]], wanted: str) -> Device
 def wait_until_warm(client: distributed.Client) -> None:
     """Wait until all workers have exchanged their first data, where they do so by themselves."""
     deadline = time.monotonic() + WARM_TIMEOUT_S
-    while cold := [worker for worker, warm in client.run(_is_warm).items() if not warm]:
+    is_warm = lambda dask_worker: getattr(dask_worker, "is_warm", True)  # noqa: E731
+    while cold := [worker for worker, warm in client.run(is_warm).items() if not warm]:
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"{len(cold)} workers are not warm after {WARM_TIMEOUT_S:g} s: see the log of "
                 f"{cold[0]}"
             )
         time.sleep(0.05)
-
-
-def _is_warm(dask_worker: Any) -> bool:
-    return bool(getattr(dask_worker, "is_warm", True))
 
 
 def wait(

@@ -93,16 +93,10 @@ def check_room(cluster: Cluster, nbytes: int, advice: str = "", *, copies: int =
 
 def announce(cluster: Cluster, chunks: tuple[tuple[int, ...], ...], **identity: Any) -> Measurement:
     """Say what is measured on an array, and return what is known of the measurement so far."""
-    draft = Measurement(
-        shape=tuple(map(sum, chunks)),
-        n_chunks=math.prod(map(len, chunks)),
-        largest=tuple(map(max, chunks)),
-        **identity,
-        **cluster.describe(),
-    )
+    draft = Measurement(shape=tuple(map(sum, chunks)), **identity, **cluster.describe())
     say(
         f"{draft.label}: {format_bytes(draft.nbytes)} {draft.dtype} on {cluster}, "
-        f"{draft.n_chunks} chunks of {draft.largest[0]} x {draft.largest[1]}"
+        f"{math.prod(map(len, chunks))} chunks of {' x '.join(str(max(one)) for one in chunks)}"
     )
     return draft
 

@@ -92,10 +92,9 @@ KEY = (
 class Measurement(Record):
     """Times of a computation, its checks, and the cluster that it was measured on.
 
-    `chunk_nbytes` is what ``--chunk-size`` asked for; `largest` the shape of the largest of
-    `n_chunks` chunks. `devices` counts each GPU once, however many workers share it. `moved` are
-    the bytes that GB/s counts, if not those of the array; `work` is the least that the hardware has
-    to do and `rates` what it can do in a second, both by the names of `RATES`.
+    `chunk_nbytes` is what ``--chunk-size`` asked for. `devices` counts each GPU once, however many
+    workers share it. `moved` are the bytes that GB/s counts, if not those of the array; `work` is
+    the least that the hardware has to do and `rates` what it can do in a second, by `RATES`.
     """
 
     workload: str
@@ -106,8 +105,6 @@ class Measurement(Record):
     k: int | None = None
     chunk_nbytes: int | None = None
     block_nbytes: int | None = None
-    n_chunks: int = 0
-    largest: tuple[int, ...] = ()
     devices: dict[str, int]
     workers: int
     threads: int = 1

@@ -13,10 +13,10 @@ import distributed
 import numpy as np
 
 from hpcdask.bench.cluster import Cluster, wait
+from hpcdask.bench.measurement import RATES
 from hpcdask.workloads import Device, array_module
 from hpcdask.workloads.array import BIT_GENERATOR, CPU_TILE_NBYTES, ITEM_NBYTES
 
-KINDS = ("memory", "random", "matrix_float64", "matrix_float32")
 DEADLINE_S = 60.0
 #: Rounds that count; the one before them does not.
 REPEATS = 3
@@ -34,7 +34,7 @@ def measure(cluster: Cluster) -> dict[str, float]:
     share = cluster.memory_nbytes / cluster.n_slots * MEMORY_FRACTION
     nbytes = int(min(MAX_NBYTES[cluster.device], share))
     rates = {}
-    for kind in KINDS:
+    for kind in RATES:
         workers = range(len(cluster.workers))
         futures = [cluster.start(i, _rates, kind, cluster.device, nbytes) for i in workers]
         wait(cluster, futures, f"the rate {kind!r}", DEADLINE_S)

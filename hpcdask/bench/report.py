@@ -13,7 +13,7 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 from bokeh.transform import log_cmap
 from dask.utils import format_time
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader
 
 from hpcdask.bench.exchange import kinds_of_pairs
 from hpcdask.bench.measurement import RATES, Exchange, Measurement, hardware_rate
@@ -42,13 +42,7 @@ def html(found: Sequence[Measurement], command: str = "") -> str:
     plots |= {"exchange": heat_map(exchange)} if exchange else {}
     script, places = components(plots)
     sentence, look_at = _verdict(found)
-    environment = Environment(
-        loader=PackageLoader("hpcdask.bench"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    environment = Environment(loader=PackageLoader("hpcdask.bench"), autoescape=True)
     return environment.get_template("report.html.j2").render(
         script=Resources(mode="inline", components=["bokeh"]).render() + script,
         places=places,
