@@ -90,8 +90,8 @@ class Report:
 
         if errors := topics("error"):
             return f"error: Dask will not run as it should ({errors})"
-        if slow := topics("warning", SLOW):
-            return f"slow: Dask runs, but not at full speed ({slow})"
+        if losses := topics("warning", SLOW):
+            return f"slow: Dask runs, but not at full speed ({losses})"
         if warnings := topics("warning"):
             return f"warning: Dask runs. Read the warnings above: {warnings}"
         if any(node.gpus for node, _ in self.nodes):
