@@ -69,17 +69,15 @@ class ControlRecord(Record):
         Raises UsageError if it cannot be read, or another release of hpcdask wrote it.
         """
         path = folder.path / RECORD
-        try:
+        if not path.exists():
+            return None
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             known = json.loads(path.read_text())
             if known.get("version") == VERSION:
                 return cls.from_json(known)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path} cannot be read: {error}") from None
         raise UsageError(
-            f"{path} is of another release of hpcdask, with which it was made: use that one, or "
-            f"end the cluster with hpcdask down {folder.name}"
+            f"{path} cannot be read, or is of another release of hpcdask: use the one that made "
+            f"the cluster, or end it with hpcdask down {folder.name}"
         )
 
 
@@ -176,9 +174,8 @@ def refuse_taken(name: str, base: str | os.PathLike[str] | None) -> None:
     for folder, record in records(list_clusters(base)).items():
         if record.name == name and folder.ended is None:
             raise UsageError(
-                f"you have a detached cluster {name} already, which is {record.state}: "
-                f'hpcdask.attach("{name}"), or end it with hpcdask down {name}, or choose another '
-                f"name"
+                f"you have a detached cluster {name} already, which is {record.state}: attach to "
+                f"it, or end it with hpcdask down {name}, or choose another name"
             )
 
 

@@ -50,8 +50,7 @@ class ClusterRecord:
 
     def _report(self) -> ClusterReport:
         """Return the cluster's own word; one that is gone tells nothing."""
-        has_word = self.folder is not None and self.lives is not False
-        return self.folder.report() if self.folder and has_word else ClusterReport()
+        return self.folder.report() if self.folder and self.lives is not False else ClusterReport()
 
     def problem(self) -> str:
         """Return why workers do not come, as the cluster or the queue tells."""

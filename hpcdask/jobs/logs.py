@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -94,15 +93,11 @@ class ClusterLogs:
     _logs: dict[Path, _Log] = field(default_factory=dict)
 
     def read(self) -> list[LogLine]:
-        """Return the lines that are new since the last call, merged in their order."""
+        """Return the lines that are new since the last call, by their times."""
         submitted = self.folder.submitted()
         for job_id, paths in self.folder.logs_of(submitted).items():
             start = LogLine(submitted[job_id], "", f"job-{job_id}", "", "")
             for path in paths:
                 self._logs.setdefault(path, _Log(GrowingFile(path), start))
-        return merged(log.read() for log in self._logs.values())
-
-
-def merged(files: Iterable[list[LogLine]]) -> list[LogLine]:
-    """Return the lines of several files in the order of their times; within a file as they are."""
-    return list(heapq.merge(*files, key=lambda line: line.time))
+        files = [log.read() for log in self._logs.values()]
+        return list(heapq.merge(*files, key=lambda line: line.time))

@@ -38,8 +38,6 @@ from .protocol import plain
 if TYPE_CHECKING:
     from hpcdask.clusters.cluster import JobCluster
 
-#: The module that is the cluster's process.
-PROGRAM = "hpcdask.clusters.detached.control"
 #: Seconds without clients, attached notebooks and Dask tasks after which a cluster ends.
 IDLE_TIMEOUT_S = 3600.0
 #: Defaults of the scheduler's job.
@@ -135,9 +133,9 @@ def _scheduler_job(
 
 def _script(folder: ClusterFolder, options: ClusterOptions, scheduler: JobOptions | None) -> str:
     """Return the script that starts the cluster's process, and ends its jobs if that dies."""
-    log = shlex.quote(str(detached.control_log(folder)))
+    log, path = (shlex.quote(str(one)) for one in (detached.control_log(folder), folder.path))
     job = scheduler or next(iter(options.groups.values()))
-    command = f"{job.python} -P -m {PROGRAM} {shlex.quote(str(folder.path))}"
+    command = f"{job.python} -P -m hpcdask.clusters.detached.control {path}"
     preamble = [
         f"umask 077; exec >>{log} 2>&1; umask {umask():04o}",
         "trap : TERM INT HUP USR2  # the process below gets it, too, and ends all in order",
