@@ -196,7 +196,7 @@ def _answer(*command: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]} does not answer: {error}"
-    return "; ".join(f"{done.stdout}{done.stderr}".splitlines())[-200:] or "prints nothing"
+    return "; ".join(f"{done.stdout}{done.stderr}".splitlines()[-2:]) or "prints nothing"
 
 
 def check_job(known: JobFacts, node: Node) -> Iterator[Finding]:
