@@ -258,7 +258,7 @@ def check_process(known: ProcessFacts, node: Node) -> Iterator[Finding]:
     else:
         advice = f"{node.all_workers} workers need about {needed}: have the hard limit raised"
         yield of_process("open files", "error", f"at most {files}", advice)
-    if UNLIMITED != known.processes < LEAST_PROCESSES:
+    if 0 <= known.processes < LEAST_PROCESSES:
         value = f"at most {known.processes}, threads included"
         advice = "A worker has dozens of threads: put ulimit -u 2048 into the job script"
         yield of_process("processes", "warning", value, advice)
