@@ -235,7 +235,7 @@ def ended(code: int | None, *, failed: bool = False) -> tuple[JobState, str]:
     return JobState.FAILED, ""
 
 
-def unix_time(text: str | None, form: str) -> float | None:
+def unix_time(text: str | None, form: str = "%a %b %d %H:%M:%S %Y") -> float | None:
     """Read a local time; None if it has another form."""
     try:
         return time.mktime(time.strptime((text or "").strip(), form))

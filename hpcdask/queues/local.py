@@ -21,7 +21,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -55,16 +55,9 @@ class Entry:
 
     status: QueueStatus
     script: str
-    tag: str
-    gpus: int
-    folder: str
+    asked: Request
     leader: subprocess.Popen[bytes] | None = None
     cancelled: bool = False
-
-    @property
-    def lives(self) -> bool:
-        """Return whether the job is not over."""
-        return self.status.state not in OVER
 
     def note(self, state: JobState, reason: str = "", **facts: Any) -> None:
         """Change the status."""
@@ -86,7 +79,6 @@ class LocalQueue(Queue):
     launchers = ()
     array_limit = ("", "", 1000)
     programs = ("bash", "timeout")
-    advice = "nvidia-smi -L"
     job_id = f"${JOB}"
 
     def __init__(self, gpus: Iterable[str] | None = None, walltime_s: float | None = None) -> None:
@@ -97,8 +89,7 @@ class LocalQueue(Queue):
     def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
         """Return the job script, whose second line holds the request."""
         self.refuse_nodes(request)
-        asked = {"tag": request.tag, "gpus": request.gpus, "folder": request.folder}
-        return render(job, [DIRECTIVE + json.dumps(asked)], preamble, command)
+        return render(job, [DIRECTIVE + json.dumps(asdict(request))], preamble, command)
 
     @classmethod
     def parse_walltime(cls, text: str) -> timedelta:
@@ -109,15 +100,15 @@ class LocalQueue(Queue):
         return timedelta.max if seconds is None else timedelta(seconds=seconds)
 
     async def submit(self, script: str, count: int) -> list[str]:
-        asked = json.loads(re.findall(f"(?m)^{DIRECTIVE}(.*)", await read(script))[0])
-        if self.gpus is not None and asked["gpus"] > len(self.gpus):
+        asked = Request(**json.loads(re.findall(f"(?m)^{DIRECTIVE}(.*)", await read(script))[0]))
+        if self.gpus is not None and asked.gpus > len(self.gpus):
             raise Refused(
-                f"a job asks for {asked['gpus']} GPUs, and this machine has {len(self.gpus)} to "
+                f"a job asks for {asked.gpus} GPUs, and this machine has {len(self.gpus)} to "
                 f"give. Ask for fewer with gpus_per_job. Script kept at {script}"
             )
         submitter = f"{os.getpid()}.{process_start(os.getpid())}"
         ids = [f"{submitter}.{next(_numbers)}" for _ in range(count)]
-        new = [Entry(QueueStatus(one, JobState.PENDING), script, **asked) for one in ids]
+        new = [Entry(QueueStatus(one, JobState.PENDING), script, asked) for one in ids]
         self._entries |= {entry.status.id: entry for entry in new}
         await asyncio.to_thread(self._advance, new)
         threading.Thread(target=self._watch, args=(new,), name="local jobs", daemon=True).start()
@@ -143,20 +134,20 @@ class LocalQueue(Queue):
         """Return tags of jobs of this user and ``HPCDASK_HOME``, and of those that wait here."""
         found, home = await asyncio.to_thread(_living), home_folder()
         tags = {job: env[TAG] for job, (env, _) in found.items() if env.get(HOME) == home}
-        return tags | {job: one.tag for job, one in self._entries.items() if one.lives}
+        mine = [one for one in self._entries.values() if one.status.state is JobState.PENDING]
+        return tags | {entry.status.id: entry.asked.tag for entry in mine}
 
     # In threads
 
     def _watch(self, entries: Collection[Entry]) -> None:
         """Look after the jobs of a submission until all are over."""
-        while any(entry.lives for entry in entries):
+        while live := [entry for entry in entries if entry.status.state not in OVER]:
             time.sleep(LOOK_S)
             with contextlib.suppress(OSError):  # such as too many open files for now
-                self._advance(entries)
+                self._advance(live)
 
-    def _advance(self, entries: Collection[Entry]) -> None:
+    def _advance(self, live: Collection[Entry]) -> None:
         """Note what has ended, and kill what it has left; start what can start."""
-        live = [entry for entry in entries if entry.lives]
         codes = {one.status.id: one.leader.poll() for one in live if one.leader}
         exited = {job: code for job, code in codes.items() if code is not None}
         found = _living() if exited else {}
@@ -188,21 +179,21 @@ class LocalQueue(Queue):
             for entry in waiting:
                 if entry.cancelled:
                     entry.note(JobState.CANCELLED, "cancelled")
-                elif self.gpus is None or len(free) >= entry.gpus:
-                    self._launch(entry, free[: entry.gpus])
-                    free = free[entry.gpus :]
+                elif self.gpus is None or len(free) >= entry.asked.gpus:
+                    self._launch(entry, free[: entry.asked.gpus])
+                    free = free[entry.asked.gpus :]
                 else:
-                    some = f"{len(free)} of {len(self.gpus)} GPUs are free, not {entry.gpus}"
+                    some = f"{len(free)} of {len(self.gpus)} GPUs are free, not {entry.asked.gpus}"
                     entry.note(JobState.PENDING, f"Resources: {some}")
 
     def _launch(self, entry: Entry, gpus: Sequence[str]) -> None:
         """Start a job on these GPUs."""
         job_id, now, limit = entry.status.id, time.time(), self.walltime_s
-        own = {JOB: job_id, TAG: entry.tag, HOME: home_folder(), GPUS: ",".join(gpus)}
+        own = {JOB: job_id, TAG: entry.asked.tag, HOME: home_folder(), GPUS: ",".join(gpus)}
         own["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
         own |= {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": own[GPUS]}
         words = ["timeout", "--preserve-status", f"-k{KILL_WAIT_S:g}", f"{limit or 0:g}", "bash"]
-        log = os.path.join(entry.folder, f"queue-{job_id}.log")
+        log = os.path.join(entry.asked.folder, f"queue-{job_id}.log")
         try:
             with open(log, "ab", opener=partial(os.open, mode=0o600)) as file:
                 entry.leader = leader = subprocess.Popen(

@@ -22,7 +22,6 @@ from . import helpers
 from .base import Allocation, Queue, Request
 from .job_state import JobState, QueueStatus
 
-TIME = "%a %b %d %H:%M:%S %Y"
 STATES = {
     "Q": (JobState.PENDING, ""),
     "H": (JobState.PENDING, "held"),
@@ -187,7 +186,7 @@ def _parse_qstat(text: str) -> dict[str, dict[str, str]]:
 
 def _read_job(job: str, facts: Mapping[str, str], torque: bool) -> QueueStatus:
     """Return one job of ``qstat -f``."""
-    started = helpers.unix_time(facts.get("start_time" if torque else "stime"), TIME)
+    started = helpers.unix_time(facts.get("start_time" if torque else "stime"))
     walltime = _seconds(facts.get("Resource_List.walltime"))
     hosts = re.findall(r"(?:^|\+)([^/+]+)/", facts.get("exec_host", ""))
     return helpers.fold(

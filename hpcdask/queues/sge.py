@@ -23,7 +23,6 @@ KILLED = 100  # "assumedly after job": by a signal, which qdel and the limits se
 OVER_LIMIT = 37
 #: How the reason begins of a job that could not be started.
 ERROR = "error state"
-TIME = "%a %b %d %H:%M:%S %Y"
 
 
 class SgeQueue(Queue):
@@ -173,7 +172,7 @@ def _ended(job: str, facts: dict[str, str]) -> QueueStatus:
     code = int(facts.get("exit_status", "0").split()[0])
     number, _, text = facts.get("failed", "0").partition(":")
     failure = int(number)
-    started = helpers.unix_time(facts.get("start_time"), TIME)
+    started = helpers.unix_time(facts.get("start_time"))
     limit = re.search(r"\bh_rt=(\d+)", facts.get("category", ""))
     used = re.match(r"[\d.]+", facts.get("ru_wallclock", ""))
     state, reason = helpers.ended(code)

@@ -163,9 +163,8 @@ class SlurmQueue(Queue):
 
     def with_gpus(self, lines: list[str], request: Request) -> list[str]:
         """Add the option for the GPUs; of several ``--gres`` sbatch takes the last."""
-        kind = f"{request.gpu_type}:" if request.gpu_type else ""
         count = request.gpus if self.gpu_request == "gpus" else request.gpus // request.nodes
-        value = f"{kind}{count}"
+        value = f"{request.gpu_type}:{count}" if request.gpu_type else str(count)
         if self.gpu_request == "gres":
             others = [other for line in lines for other in option_values(line, "--gres")]
             value = ",".join([f"gpu:{value}", *others])
@@ -187,7 +186,6 @@ class SlurmQueue(Queue):
         return [*lines, comment, f"#SBATCH --output={self.quote(log)}"]
 
     def replaced(self, job: Any) -> list[str]:
-        """See `Queue.replaced`."""
         lines, comment = job.job_extra_directives, re.compile("--comment(=|$)")
         return [line for line in lines if any(map(comment.match, _words(line)))]
 
@@ -223,7 +221,6 @@ class SlurmQueue(Queue):
         }
 
     def on_each_node(self, command: str) -> str:
-        """Return shell lines that replace the shell by a command on each node of its job."""
         # by default a task gets one core, and none gets the shell's variables at some sites
         srun = "srun -n$SLURM_JOB_NUM_NODES --ntasks-per-node=1 -K --cpu-bind=none --mpi=none"
         nodes = f'each_node="{srun} --export=ALL --input=none"'
