@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ from hpcdask.errors import NoAnswer, NotHere, QueueError, Refused, UsageError
 
 from .helpers import (
     AGAIN,
-    clean_name,
+    T,
     first_number,
     one_line,
     option_values,
@@ -142,7 +143,8 @@ class Queue(ABC):
     name_option: ClassVar[str] = "-N"
     quoted_options: ClassVar[str] = ""
     escaped: ClassVar[str | None] = None
-    #: What a job's name may hold, see `clean_name`; empty for anything.
+    #: The characters of a job's name and, if fewer, of its start, as in a regular expression's
+    #: brackets, and its length; empty where a name may be anything.
     name_form: ClassVar[tuple[str, str, int] | tuple[()]] = ()
     #: Option of dask-jobqueue's line with the memory; directives of the user that take its place.
     memory_option: ClassVar[str] = ""
@@ -216,8 +218,12 @@ class Queue(ABC):
             )
 
     def job_name(self, request: Request) -> str:
-        """Return the job's name as the queue takes it."""
-        return clean_name(request.name, *self.name_form) if self.name_form else request.name
+        """Return the job's name, with `_` for what the queue does not take."""
+        if not self.name_form:
+            return request.name
+        good, start, longest = self.name_form
+        name = re.sub(f"[^{good}]", "_", request.name, flags=re.ASCII)
+        return (name if re.match(f"[{start or good}]", name) else f"j{name}")[:longest]
 
     def quote(self, value: str) -> str:
         """Quote a value for the reader of directives, where it needs that."""
@@ -406,6 +412,16 @@ class Queue(ABC):
         if done.returncode:
             raise self.failed(done)
         return done.stdout
+
+    def read_json(self, done: subprocess.CompletedProcess[str], kind: type[T]) -> T:
+        """Read JSON of this kind that a command printed; nothing is an empty one."""
+        try:
+            found = json.loads(done.stdout) if done.stdout.strip() else kind()
+        except ValueError:
+            found = None
+        if done.returncode or not isinstance(found, kind):
+            raise self.failed(done)
+        return found
 
     def failed(self, done: subprocess.CompletedProcess[str]) -> QueueError:
         """Return the error of a command that failed."""

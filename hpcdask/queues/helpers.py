@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pwd
 import re
@@ -44,18 +43,6 @@ def render(job: Any, header: Sequence[str], preamble: Sequence[str], command: st
     """
     lines = [*preamble, *prologue(job), command]
     return "\n".join([job.shebang, *header, "", *lines, ""])
-
-
-def clean_name(name: str, good: str, start: str, longest: int) -> str:
-    """Return a job name with `_` for what a queue does not take.
-
-    `good` are the characters that it takes, as in a regular expression's brackets, and `start` the
-    same for the first one, if that is a narrower choice. The name is cut after `longest`.
-    """
-    clean = re.sub(f"[^{good}]", "_", name, flags=re.ASCII)
-    if start and not re.match(f"[{start}]", clean):
-        clean = f"j{clean}"
-    return clean[:longest]
 
 
 def check_lines(value: Any, what: str) -> None:
@@ -112,7 +99,7 @@ def first_number(pattern: re.Pattern[str], values: Iterable[str]) -> int | None:
 def walltime_text(value: Any) -> str:
     """Return a walltime as text.
 
-    Raises UsageError if it is one: 7200 is what YAML makes of 02:00:00, and SLURM takes it as
+    Raises UsageError for a number: 7200 is what YAML makes of 02:00:00, and SLURM takes it as
     minutes.
     """
     if isinstance(value, int | float):
@@ -150,22 +137,6 @@ def words(done: subprocess.CompletedProcess[str]) -> str:
     """Return what a command said, in one line, without a full stop."""
     text = " ".join((done.stderr.strip() or done.stdout.strip()).split())
     return text[:500].rstrip(".") or f"exit code {done.returncode}"
-
-
-def read_json(done: subprocess.CompletedProcess[str], kind: type[T]) -> T:
-    """Read the JSON that a command printed; nothing is an empty one.
-
-    Raises QueueError if it failed, or printed another kind.
-    """
-    try:
-        found = json.loads(done.stdout) if done.stdout.strip() else kind()
-    except ValueError:
-        found = None
-    if done.returncode or not isinstance(found, kind):
-        raise QueueError(
-            f"{done.args[0]} failed: {words(done)}. See whether it works in a terminal"
-        )
-    return found
 
 
 def read_xml(text: str, command: str) -> ElementTree.Element:

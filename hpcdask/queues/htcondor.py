@@ -78,7 +78,7 @@ class HtcondorQueue(Queue):
         return helpers.pick(ids, {_id(ad): _read_job(ad) for ad in ads})
 
     async def _ads(self, *command: str) -> list[dict[str, Any]]:
-        return helpers.read_json(await self.run(*command, "-json"), list)
+        return self.read_json(await self.run(*command, "-json"), list)
 
     async def tagged(self) -> dict[str, str]:
         ads = await self._ads("condor_q", "-constraint", "HpcdaskTag =!= undefined")

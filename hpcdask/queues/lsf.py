@@ -7,6 +7,7 @@ Options: bsub(1), its ``-J``, ``-Jd``, ``-gpu``, ``-rn``, ``-o``; states and fie
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Collection, Mapping
@@ -147,10 +148,10 @@ class LsfQueue(Queue):
 
 def _without_seconds(walltime: str | None) -> str | None:
     """Return a walltime in hours and minutes, rounded up."""
-    found = re.fullmatch(r"(\d+):(\d\d):(\d\d)", (walltime or "").strip())
-    if found is None:
+    if (walltime or "").count(":") != 2:
         return walltime
-    minutes = 60 * int(found[1]) + int(found[2]) + bool(int(found[3]))
+    clock = helpers.parse_clock(walltime or "", "smh", "HOURS:MINUTES:SECONDS")
+    minutes = math.ceil(clock.total_seconds() / 60)
     return f"{minutes // 60}:{minutes % 60:02}"
 
 

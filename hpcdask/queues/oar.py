@@ -140,7 +140,7 @@ class OarQueue(Queue):
         done = await self.run("oarstat", "-f", "-J", *arguments)
         if done.returncode and self.gone.search(done.stderr):
             return {}
-        return helpers.read_json(done, dict)
+        return self.read_json(done, dict)
 
     async def tagged(self) -> dict[str, str]:
         jobs = await self._stat("-u", helpers.user())

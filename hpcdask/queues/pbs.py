@@ -77,10 +77,10 @@ class PbsQueue(Queue):
         taken where the user's resources begin like that. The type of GPU is a resource that the
         site defines; ``gpu_type="model=a100"`` names another than ``gpu_type``.
         """
-        text, form = "\n".join(lines), r"(?m)^(#PBS -l (?:.*,)?(select|nodes)=)([^,\n]*)"
-        if re.search(form, text):
-            return re.sub(form, lambda found: _with_gpus(found, request), text, count=1).split("\n")
-        return [*lines, f"#PBS -l {','.join(_gpus('select', request))}"]
+        form = r"(?m)^(#PBS -l (?:.*,)?(select|nodes)=)([^,\n]*)"
+        text, count = re.subn(form, lambda one: _with_gpus(one, request), "\n".join(lines), count=1)
+        own = [*lines, f"#PBS -l {','.join(_gpus('select', request))}"]
+        return text.split("\n") if count else own
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         folder = shlex.quote(request.folder.rstrip("/") + "/")

@@ -17,9 +17,6 @@ from hpcdask.errors import UsageError
 if TYPE_CHECKING:
     from .base import Queue
 
-#: Group of the entry points by which a package adds systems; each names a `System`.
-GROUP = "hpcdask.queues"
-
 
 class System(NamedTuple):
     """Names of a system's classes, and the variables by which a job knows its id.
@@ -61,10 +58,11 @@ SYSTEMS = {
 
 @functools.cache
 def systems() -> dict[str, System]:
-    """Return all systems: hpcdask's own first, then those of installed packages."""
+    """Return all systems: hpcdask's own first, then those that entry points of packages name."""
     from importlib.metadata import entry_points
 
-    return SYSTEMS | {entry.name: entry.load() for entry in entry_points(group=GROUP)}
+    found = entry_points(group="hpcdask.queues")
+    return SYSTEMS | {entry.name: entry.load() for entry in found}
 
 
 def find_system(name: str) -> System | None:

@@ -21,8 +21,6 @@ from .job_state import JobState, QueueStatus
 UNQUOTABLE = re.compile(r"""['"\\$,:]""")
 KILLED = 100  # "assumedly after job": by a signal, which qdel and the limits send as well
 OVER_LIMIT = 37
-#: How the reason begins of a job that could not be started.
-ERROR = "error state"
 
 
 class SgeQueue(Queue):
@@ -127,25 +125,27 @@ def _parse_qstat(text: str) -> dict[str, QueueStatus]:
     jobs = {}
     for element in helpers.read_xml(text, "qstat").iter("job_list"):
         number = element.findtext("JB_job_number", "")
-        state, reason = _state(element.findtext("state", ""), number)
+        letters = element.findtext("state", "")
+        state, reason = _state(letters, number)
         start = element.findtext("JAT_start_time", "")[:19]
         started = helpers.unix_time(start, "%Y-%m-%dT%H:%M:%S")
         limit = element.findtext("hard_request[@name='h_rt']", "")
         ends = started + float(limit) if started and re.fullmatch(r"[\d.]+", limit) else None
-        nodes, stuck = (
-            element.findtext("queue_name", "").partition("@")[2],
-            reason.startswith(ERROR),
-        )
+        nodes = element.findtext("queue_name", "").partition("@")[2]
         tasks = helpers.elements(element.findtext("tasks", ""))
         for job in [f"{number}.{task}" for task in tasks] or [number]:
-            jobs[job] = QueueStatus(job, state, reason, None, 0, started, ends, nodes, stuck)
+            facts = (state, reason, None, 0, started, ends, nodes, "E" in letters)
+            jobs[job] = QueueStatus(job, *facts)
     return jobs
 
 
 def _state(letters: str, number: str) -> tuple[JobState, str]:
     if "q" in letters or "w" in letters:
         if "E" in letters:
-            return JobState.PENDING, f"{ERROR} {letters}: see qacct -j {number}, end it with qdel"
+            return (
+                JobState.PENDING,
+                f"error state {letters}: qacct -j {number}, then qdel",
+            )
         held = "held" if "h" in letters else ""
         return (JobState.REQUEUED if "R" in letters else JobState.PENDING), held
     if "r" in letters or "t" in letters or "d" in letters:
@@ -164,21 +164,19 @@ def _parse_qacct(text: str) -> dict[str, QueueStatus]:
             continue
         task = facts.get("taskid", "undefined")
         job = facts["jobnumber"] + ("" if task == "undefined" else f".{task}")
-        found[job] = _ended(job, facts)
+        started, nodes = helpers.unix_time(facts.get("start_time")), facts.get("hostname", "")
+        found[job] = QueueStatus(job, *_end(facts), 0, started, None, nodes)
     return found
 
 
-def _ended(job: str, facts: dict[str, str]) -> QueueStatus:
+def _end(facts: Mapping[str, str]) -> helpers.End:
     code = int(facts.get("exit_status", "0").split()[0])
     number, _, text = facts.get("failed", "0").partition(":")
     failure = int(number)
-    started = helpers.unix_time(facts.get("start_time"))
     limit = re.search(r"\bh_rt=(\d+)", facts.get("category", ""))
     used = re.match(r"[\d.]+", facts.get("ru_wallclock", ""))
-    state, reason = helpers.ended(code)
     if failure == OVER_LIMIT or (failure and limit and used and float(used[0]) >= float(limit[1])):
-        state, reason = JobState.TIMEOUT, ""
-    elif failure and failure != KILLED:
-        state, reason = JobState.FAILED, text.strip() or f"failed {failure}"
-    nodes = facts.get("hostname", "")
-    return QueueStatus(job, state, reason, code, 0, started, None, nodes)
+        return JobState.TIMEOUT, "", code
+    if failure and failure != KILLED:
+        return JobState.FAILED, text.strip() or f"failed {failure}", code
+    return *helpers.ended(code), code

@@ -152,9 +152,8 @@ class SlurmQueue(Queue):
     names_log = True
 
     def __init__(self, gpu_request: GpuRequest = "gres") -> None:
-        if gpu_request not in get_args(GpuRequest):
-            forms = ", ".join(get_args(GpuRequest))
-            raise UsageError(f"gpu_request={gpu_request!r} is not one of {forms}")
+        if gpu_request not in (forms := get_args(GpuRequest)):
+            raise UsageError(f"gpu_request={gpu_request!r} is not one of {', '.join(forms)}")
         self.gpu_request = gpu_request
         self._site: dict[str, str] = {}
         self._shown: set[str] = set()  # by the last query

@@ -276,13 +276,11 @@ def _launch_lines(queue: Queue, asked: BatchRequest, python: str) -> list[str]:
     program = f"{python} -P -m hpcdask.run {shlex.join(asked.words)}"
     if launcher == "srun":
         # sbatch's --cpus-per-task does not reach srun by itself in SLURM 22.05 to 23.02
-        cpus = asked.cpus_per_gpu
-        exports = [f"export SRUN_CPUS_PER_TASK={cpus}"] if cpus else []
+        exports = [f"export SRUN_CPUS_PER_TASK={asked.cpus_per_gpu}"] if asked.cpus_per_gpu else []
         return [*exports, f"exec srun -K {program}"]
-    total = f"-n {asked.nodes * asked.ranks}"
+    mpirun = f"exec mpirun -n {asked.nodes * asked.ranks}"
     if asked.nodes == 1 or queue.counts_ranks:
-        return [f"exec mpirun {total} {program}"]
-    words = ["exec mpirun", total, queue.mpirun_option, "$per_node", program]
+        return [f"{mpirun} {program}"]
     return [
         *filter(None, [queue.mpirun_setup]),
         "# each MPI has its own option for the ranks per node",
@@ -290,5 +288,5 @@ def _launch_lines(queue: Queue, asked: BatchRequest, python: str) -> list[str]:
         f'*"Open MPI"* | *OpenRTE* | *PRRTE*) per_node="--map-by ppr:{asked.ranks}:node" ;;',
         f'*) per_node="-ppn {asked.ranks}" ;;',
         "esac",
-        " ".join(filter(None, words)),
+        " ".join(filter(None, [mpirun, queue.mpirun_option, "$per_node", program])),
     ]

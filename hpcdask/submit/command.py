@@ -35,9 +35,6 @@ def option(words: str, text: str, **settings: Any) -> Callable[[Any], Any]:
     return click.option(*names, metavar=metavar, help=text, **settings)
 
 
-POSITIVE = click.IntRange(1)
-
-
 @click.command(
     cls=Submit,
     # What follows the program's name belongs to the program
@@ -56,7 +53,7 @@ POSITIVE = click.IntRange(1)
     "cancel the job.",
     is_flag=True,
 )
-@option("-N --nodes N", "Number of nodes.", default=1, show_default=True, type=POSITIVE)
+@option("-N --nodes N", "Number of nodes.", default=1, show_default=True, type=click.IntRange(1))
 @option(
     "--gpus-per-node N",
     "GPUs per node; each gets a Dask worker. 0: one worker per node, on its CPU. Default: 1.",
@@ -77,7 +74,7 @@ POSITIVE = click.IntRange(1)
 @option(
     "-c --cpus-per-gpu N",
     "Cores per GPU, as --cpus-per-task of sbatch: each GPU has a rank. Default: the site's.",
-    type=POSITIVE,
+    type=click.IntRange(1),
 )
 @option(
     "--mem SIZE",

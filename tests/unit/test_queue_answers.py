@@ -275,7 +275,7 @@ STATES: dict[Callable[..., str], list[tuple[str, tuple[Any, ...]]]] = {
         (sge("hqw"), (PENDING, "held", None)),
         (sge("Rq"), (REQUEUED, "", None)),
         (sge("S"), (RUNNING, "suspended", None)),
-        (sge("Eqw"), (PENDING, "error state Eqw: see qacct -j 4, end it with qdel", None)),
+        (sge("Eqw"), (PENDING, "error state Eqw: qacct -j 4, then qdel", None)),
         (sge("?"), (UNKNOWN, "?", None)),
     ],
     lsf: [
