@@ -34,10 +34,7 @@ ARRAY_LOG, SINGLE_LOG = "queue-%A_%a.log", "hpcdask-%j.log"
 
 #: After each column of squeue; the last one, a reason or a comment, may contain it.
 DELIMITER = ";"
-COLUMNS = (
-    *("JobArrayID", "State", "RestartCnt", "exit_code", "StartTime", "EndTime", "NodeList"),
-    "Reason",
-)
+COLUMNS = ("JobArrayID", "State", "RestartCnt", "exit_code", "StartTime", "EndTime", "NodeList")
 SACCT_COLUMNS = ("JobID", "ExitCode", "Start", "NodeList", "State")
 #: Makes the commands print unix times, and the elements of an array whole.
 ENVIRONMENT = {"SLURM_TIME_FORMAT": "%s", "SLURM_BITSTR_LEN": "0"}
@@ -281,7 +278,7 @@ class SlurmQueue(Queue):
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         if not ids:
             return {}
-        seen = _parse_squeue(await self._squeue(*COLUMNS), time.time())
+        seen = _parse_squeue(await self._squeue(*COLUMNS, "Reason"), time.time())
         self._shown = set(seen)
         return pick(ids, seen)
 
@@ -409,7 +406,7 @@ def _expand(job: str) -> list[str]:
 def _parse_squeue(text: str, now: float) -> dict[str, QueueStatus]:
     """Read the jobs that squeue printed with `COLUMNS`; a state that is not known is UNKNOWN."""
     seen = {}
-    for job, word, restarts, status, started, ends, nodes, reason in _rows(text, len(COLUMNS)):
+    for job, word, restarts, status, started, ends, nodes, reason in _rows(text, len(COLUMNS) + 1):
         state = STATES.get(word, JobState.UNKNOWN)
         start, end = (float(at) if at.isdecimal() else None for at in (started, ends))
         if word == "COMPLETING" and (end is None or end > now + SKEW_S):
