@@ -468,7 +468,7 @@ def test_a_comment_of_ones_own_is_replaced_and_told(
     keywords |= {"job_extra_directives": ["--qos=x", "--comment mine"]}
     with hpcdask.SLURMCUDACluster(**keywords) as cluster:
         script = cluster.job_script()
-        assert script.index("--comment mine") < script.index('--comment="hpcdask:')
+        assert script.index("--comment mine") < script.index("--comment=hpcdask:")
     said = capsys.readouterr().err.splitlines()
     (line,) = [line for line in said if "comment" in line]
     assert line.startswith("hpcdask: warning: the directive '--comment mine' has no effect")
