@@ -249,10 +249,9 @@ def check_names(given: Iterable[str], known: Collection[str]) -> None:
 def parse_values(given: Mapping[str, Any], keywords: type) -> dict[str, Any]:
     """Return keywords with numbers and times read. Raises UsageError for values of a wrong kind."""
     values = {name: value for name, value in given.items() if value is not None}
-    for name, hint in types_of(keywords).items():
-        value = values.get(name)
-        if value is None:
-            continue
+    hints = types_of(keywords)
+    for name, value in values.items():
+        hint = hints.get(name)
         if hint in (int, int | None):
             least = 0 if name in ("gpus_per_job", "n_workers") else 1
             values[name] = whole_number(value, name, least)

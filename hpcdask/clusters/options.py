@@ -154,8 +154,7 @@ class ClusterOptions:
         """
         given = {name: value for name, value in keywords.items() if value is not None}
         check_names(given, types_of(owner.keywords))
-        groups = given.pop("groups", None)
-        if groups is not None:
+        if (groups := given.pop("groups", None)) is not None:
             _check_groups(groups, owner)
             if all(one.get("device") == "cpu" for one in groups.values()):
                 given["device"] = "cpu"
@@ -168,10 +167,7 @@ class ClusterOptions:
         else:
             own = system.keywords
             queue = system(**{name: settings[name] for name in own if name in settings})
-        if groups is None:
-            jobs = {"": reader.read(given)}
-        else:
-            jobs = reader.read_groups(groups, given)
+        jobs = reader.read_groups(groups or {"": {}}, given)
         logs = settings.get("log_directory")
         return cls(
             queue=queue,
@@ -233,7 +229,7 @@ class _Reader:
                     raise UsageError(f"{what}: give it to the cluster")
                 found[name] = self.read(merged)
             except UsageError as error:
-                raise UsageError(f"group {name}: {error}") from None
+                raise UsageError(f"group {name}: {error}" if name else str(error)) from None
         return found
 
     def read(self, given: Mapping[str, Any]) -> JobOptions:
