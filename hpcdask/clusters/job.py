@@ -219,14 +219,9 @@ def margin_s(job: Job, policy: Policy) -> float:
     return min(max(MARGIN_MIN_S, 2 * job.held / BANDWIDTH), max(0.0, walltime_s) / 4)
 
 
-def retire_at(job: Job, policy: Policy) -> float:
-    """Return the unix time at which the job's workers retire even without a replacement."""
-    return ends_at(job, policy) - margin_s(job, policy)
-
-
 def expires(job: Job, now: float, policy: Policy) -> bool:
     """Return whether the job's replacement is due: one more margin before the job retires."""
-    return job.expiring or retire_at(job, policy) - now <= margin_s(job, policy)
+    return job.expiring or ends_at(job, policy) - now <= 2 * margin_s(job, policy)
 
 
 # What went wrong
@@ -324,9 +319,9 @@ def _fewer(surplus: int, counting: Sequence[Job], idle: Sequence[str]) -> list[J
 
 def _hand_over(expiring: Sequence[Job], needed: int, now: float, policy: Policy) -> list[Job]:
     """Return the jobs to end before their walltime: those that are due, and replaced ones."""
-    times = {job.id: retire_at(job, policy) for job in expiring}
-    due = [job for job in expiring if times[job.id] <= now and job.workers]
+    held = [job for job in expiring if job.workers]
+    due = [job for job in held if ends_at(job, policy) - now <= margin_s(job, policy)]
     others = [job for job in expiring if job not in due]
     able = [job for job in others if job.workers or job.state is JobState.STARTING]
-    able.sort(key=lambda job: (times[job.id], job.id))
+    able.sort(key=lambda job: (ends_at(job, policy), job.id))
     return due + able[: max(0, len(others) - max(0, needed))]

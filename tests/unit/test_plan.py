@@ -15,12 +15,12 @@ from hpcdask.clusters.job import (
     Actions,
     Job,
     Policy,
+    ends_at,
     expires,
     is_overdue,
     margin_s,
     observe,
     plan,
-    retire_at,
     went_wrong,
 )
 from hpcdask.jobs.folder import ClusterFolder
@@ -369,16 +369,16 @@ def lasting(id: str, end: float) -> Job:
 
 
 def test_a_job_without_walltime_or_that_waits_has_no_end():
-    assert retire_at(running("7"), POLICY) == math.inf
+    assert ends_at(running("7"), POLICY) == math.inf
     limited = replace(POLICY, walltime_s=9)
     for state in WAITING:
-        assert retire_at(pending("7", state=state, ends=T), limited) == math.inf
+        assert ends_at(pending("7", state=state, ends=T), limited) == math.inf
 
 
 def test_the_replacement_is_requested_first_and_once():
     job = lasting("7", T + HOUR)
-    retires, margin = retire_at(job, POLICY), margin_s(job, POLICY)
-    assert retires == job.ends - margin
+    margin = margin_s(job, POLICY)
+    retires = job.ends - margin
     soon = starting("8", started=retires - margin)
     for others, now, expected in [
         ([], retires - margin - 1, Actions()),
