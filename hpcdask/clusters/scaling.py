@@ -137,10 +137,12 @@ def demands(
 def _demand(group: Group, waiting: Sequence[TaskState], target_duration: float) -> int:
     """Return how many workers a group needs so that its Dask tasks take `target_duration` seconds.
 
-    The rule is that of distributed's `Scheduler.adaptive_target`, for a part of the scheduler.
+    Workers that are not idle are needed, too. The rule is that of distributed's
+    `Scheduler.adaptive_target`, for a part of the scheduler.
     """
-    workers = [ws for states in group.connected().values() for ws in states]
-    unknown_s, prefixes = group.controller.scheduler.UNKNOWN_TASK_DURATION, Counter[TaskPrefix]()
+    scheduler, connected = group.controller.scheduler, group.connected()
+    workers = [ws for states in connected.values() for ws in states]
+    unknown_s, prefixes = scheduler.UNKNOWN_TASK_DURATION, Counter[TaskPrefix]()
     prefixes.update(ts.prefix for ts in waiting)
     waiting_s = sum(
         count * (max(0, one.duration_average) or max(0, 2 * one.max_exec_time) or unknown_s)
@@ -154,7 +156,8 @@ def _demand(group: Group, waiting: Sequence[TaskState], target_duration: float) 
     needed = math.ceil(threads * len(workers) / sum(ws.nthreads for ws in workers))
     if sum(ws.nbytes for ws in workers) > FULL * sum(ws.memory_limit for ws in workers) > 0:
         needed = max(needed, 2 * len(workers))
-    return needed
+    idle = retire.closable(scheduler, group.job_of)
+    return max(needed, sum(len(states) for job, states in connected.items() if job not in idle))
 
 
 class JobAdaptive(Adaptive):
@@ -166,31 +169,23 @@ class JobAdaptive(Adaptive):
     cluster: JobCluster
 
     def __init__(self, cluster: JobCluster, bounds: Mapping[str, Bounds], **more: Any) -> None:
+        assert cluster.controller is not None
+        self.controller = cluster.controller
         least, most = (sum(some) for some in zip(*bounds.values(), strict=True))
         super().__init__(cluster, minimum=least, maximum=most, **more)
         self.bounds = dict(bounds)
         self._looks = {name: deque[int](maxlen=max(1, self.wait_count)) for name in bounds}
 
     def needed(self) -> dict[str, int]:
-        """Return how many workers of each group the work and the gangs need, or are not idle."""
-        controller = self.cluster.controller
-        assert controller is not None
-        scheduler, groups = controller.scheduler, controller.groups
-        gangs = workers_wanted(scheduler)
-        found = demands(list(groups.values()), self.cluster.limits(), self.target_duration, gangs)
-        for name, group in groups.items():
-            idle = retire.closable(scheduler, group.job_of)
-            connected = group.connected().items()
-            busy = sum(len(states) for job, states in connected if job not in idle)
-            found[name] = max(found[name], busy)
-        return found
+        """Return how many workers of each group the work and the gangs need."""
+        groups, gangs = self.controller.groups.values(), workers_wanted(self.controller.scheduler)
+        return demands(list(groups), self.cluster.limits(), self.target_duration, gangs)
 
     async def adapt(self) -> None:
         """Wish for what each group needs, and do not wait: the next look may find less."""
-        needed, controller = self.needed(), self.cluster.controller
-        assert controller is not None
+        needed = self.needed()
         for name, (least, most) in self.bounds.items():
-            group, looks = controller.groups[name], self._looks[name]
+            group, looks = self.controller.groups[name], self._looks[name]
             looks.append(int(max(least, min(most, needed[name]))))
             planned = len(group.names())
             if looks[-1] > planned:
