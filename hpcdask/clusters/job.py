@@ -101,14 +101,14 @@ class Policy:
     `missed_max` queries in a row do not show it. No more jobs are submitted after `failures_max` in
     a row that fail to start, or `deaths_max` that end against our will within an hour; None is the
     larger of 10 and three times the wanted jobs. `walltime_s` is that of the request, for jobs
-    whose end the queue does not tell; None: they have no end.
+    whose end the queue does not tell.
     """
 
     start_timeout_s: float = 300.0
     missed_max: int = 3
     failures_max: int = 3
     deaths_max: int | None = None
-    walltime_s: float | None = None
+    walltime_s: float = math.inf
 
 
 # What a look shows
@@ -206,7 +206,7 @@ def ends_at(job: Job, policy: Policy) -> float:
     """Return the unix time of the walltime's end; infinite without one, or while the job waits."""
     if job.started is None:
         return math.inf
-    return job.ends or job.started + (policy.walltime_s or math.inf)
+    return job.ends or job.started + policy.walltime_s
 
 
 def margin_s(job: Job, policy: Policy) -> float:

@@ -266,10 +266,9 @@ class _Reader:
         walltime = timedelta.max  # no limit
         if (limit := settings.get("walltime")) is not None:
             walltime = self.queue.parse_walltime(walltime_text(limit))
-        walltime_s = None if walltime == timedelta.max else walltime.total_seconds()
         start_timeout_s = settings.get("start_timeout", Policy.start_timeout_s)
         deaths_max, n_workers = settings.get("deaths_max"), settings.get("n_workers", 0)
-        policy = Policy(start_timeout_s, deaths_max=deaths_max, walltime_s=walltime_s)
+        policy = Policy(start_timeout_s, deaths_max=deaths_max, walltime_s=walltime.total_seconds())
         gpu_type, to_ask = settings.get("gpu_type"), 0 if in_header else gpus
         name, python = str(job.job_name or "dask-worker"), settings.get("python")
         asked = Request(name, gpus=to_ask, gpu_type=gpu_type, nodes=nodes)
