@@ -63,7 +63,7 @@ class Launch:
         for rank, arrival in sorted(self.arrivals.items()):
             if arrival.facts:
                 places.setdefault(arrival.host, {})[rank] = arrival.facts
-        found = [Node(host, ranks) for host, ranks in places.items()]
+        found = [Node(host, ranks, self.rank.launcher) for host, ranks in places.items()]
         workers = sum(node.workers for node in found)
         return [replace(node, all_workers=workers) for node in found]
 

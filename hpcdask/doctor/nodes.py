@@ -22,7 +22,7 @@ from .host import FolderFacts, JobFacts, NameFacts, ProcessFacts
 from .links import PortFacts
 from .proofs import Outcome
 from .report import Finding, together
-from .software import SoftwareFacts
+from .software import MpiFacts, SoftwareFacts
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RankFacts(Record):
 
     process: ProcessFacts | None = None
     software: SoftwareFacts | None = None
-    mpi: str = ""
+    mpi: MpiFacts | None = None
     gpus: GpusFacts | None = None
     stack: Outcome | None = None
     fabric: Fabric | None = None
@@ -55,7 +55,7 @@ class Group(NamedTuple):
 GROUPS = {
     "process": Group(ProcessFacts.read, by_all=True),
     "software": Group(SoftwareFacts.read, software.check),
-    "mpi": Group(software.read_mpi, lambda known, node: [software.finding("mpi4py", "ok", known)]),
+    "mpi": Group(MpiFacts.read, software.check_mpi),
     "gpus": Group(GpusFacts.read, gpus.check, by_all=True),
     "stack": Group(None, proofs.check_stack),  # proven after the others
     "fabric": Group(fabric.look, links.check, by_all=True),
@@ -86,6 +86,7 @@ class Node:
 
     name: str
     reports: Mapping[int, RankFacts]
+    launcher: str = "none"
     all_workers: int = 1
 
     @property

