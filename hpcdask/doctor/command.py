@@ -22,7 +22,7 @@ from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.comm import fabric
 from hpcdask.errors import HpcdaskError, root_cause
-from hpcdask.gpu.driver import answer_deadline_s
+from hpcdask.gpu.driver import answer_deadline_s, read
 from hpcdask.logs import complain
 from hpcdask.process import FILES, detach_standard_streams, leave
 from hpcdask.runner import mpi
@@ -32,7 +32,7 @@ from hpcdask.security.ports import use
 from hpcdask.spec.parsing import configured_port_range, parse_port_range
 
 from . import nodes, proofs, report
-from .launch import Arrival, Launch
+from .launch import Launch
 from .nodes import RankFacts
 from .proofs import Outcome
 
@@ -141,7 +141,7 @@ class _Leader:
         self._launch = launch
         self._channels: dict[int, MessageStream] = {}
         self._complete = asyncio.Event()
-        launch.arrivals[0] = Arrival(launch.rank.host)
+        launch.place(0, launch.rank.host, _boot_id())
 
     async def run(self, gathering: Gathering, as_json: bool, with_nccl: bool) -> int:
         """Gather the reports of all ranks, print one, and return its exit code."""
@@ -182,8 +182,9 @@ class _Leader:
 
     async def _note_arrival(self, hello: dict[str, Any], channel: MessageStream) -> None:
         rank, ahead = int(hello["rank"]), hello["time"] - time.time()
-        arrival = Arrival(hello["host"], hello["address"], hello["failed"], ahead=ahead)
-        self._channels[rank], self._launch.arrivals[rank] = channel, arrival
+        more = {"address": hello["address"], "failed": hello["failed"], "ahead": ahead}
+        self._launch.place(rank, hello["host"], hello["boot"], **more)
+        self._channels[rank] = channel
         if len(self._launch.arrivals) == self._launch.rank.size:
             self._complete.set()
 
@@ -206,7 +207,7 @@ async def _follow(rank: Rank, gathering: Gathering, timeout: float) -> int:
     """Report to rank 0, do what it orders, and return its exit code."""
     _, channel, address, failed = await find_leader(rank, Rendezvous.of(rank), timeout)
     who = {"rank": rank.index, "host": rank.host, "address": address, "failed": failed}
-    channel.send(**who, time=time.time())
+    channel.send(**who, boot=_boot_id(), time=time.time())
     facts = await _gather(gathering, proves=rank.local_index == 0)
     channel.send(facts=facts.to_json())
     while (order := await channel.receive()) is not None:
@@ -215,6 +216,11 @@ async def _follow(rank: Rank, gathering: Gathering, timeout: float) -> int:
         outcomes = await proofs.obey(rank.index, order["nccl"])
         channel.send(nccl=[one.to_json() for one in outcomes])
     return 2
+
+
+def _boot_id() -> str:
+    """Return the id of this system since its start, which no other node has."""
+    return read("/proc/sys/kernel/random/boot_id")
 
 
 def show(launch: Launch, as_json: bool) -> int:

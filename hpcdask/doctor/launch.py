@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.transport import NodeLinks, choose
@@ -52,6 +53,15 @@ class Launch:
     address: str = ""
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     nccl: list[tuple[str, Outcome]] | None = None
+    boots: dict[str, str] = field(default_factory=dict)
+
+    def place(self, rank: int, host: str, boot: str, **more: Any) -> None:
+        """Note an arrival; nodes of one name differ by the ids of their boots."""
+        name, number = host, 1
+        while self.boots.setdefault(name, boot) != boot:
+            number += 1
+            name = f"{host} #{number}"
+        self.arrivals[rank] = Arrival(name, **more)
 
     def away(self) -> list[Arrival]:
         """Return the ranks of other nodes than rank 0's."""

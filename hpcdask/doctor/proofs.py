@@ -292,12 +292,16 @@ def check_nccl(known: Sequence[tuple[str, Outcome]] | None) -> Iterator[Finding]
     if count < 2:
         yield of_nccl(REDUCE, "ok", f"{plural(count, 'GPU')} in this launch: nothing to check")
         return
-    told = [outcome.merged for _, outcome in known]
-    if versions := {one["version"] for one in told if "version" in one}:
-        yield of_nccl("version", "ok", ", ".join(sorted(versions)))
+    told = [(name, outcome.merged) for name, outcome in known]
+    versions = together((one["version"], name) for name, one in told if "version" in one)
+    if len(versions) > 1:
+        value = "; ".join(f"{one} on {some(names, 2)}" for one, names in versions.items())
+        yield of_nccl("version", "error", value, "Use one environment on all nodes")
+    elif versions:
+        yield of_nccl("version", "ok", *versions)
     causes = together((cause, name) for name, one in known if (cause := _cause(one)))
     if not causes:
-        seconds = max(one["seconds"] for one in told)
+        seconds = max(one["seconds"] for _, one in told)
         rate = nccl.bus_bandwidth(NBYTES, seconds, count) / 1e9
         value = f"right between {count} GPUs, {rate:.3g} GB/s bus bandwidth"
         yield of_nccl(REDUCE, "ok", f"{value} with {format_bytes(NBYTES)} of each")

@@ -90,6 +90,15 @@ def test_the_gpu_that_fails_is_named_and_those_that_wait_are_counted():
     ]
 
 
+def test_versions_that_differ():
+    def one(version: str) -> Outcome:
+        return Outcome([{"version": version}, {"seconds": 1.0, "right": True}], 0)
+
+    version, reduced = told([("a", one("2.28.9")), ("b", one("2.27.5")), ("c", one("2.28.9"))])
+    assert version[1:3] == ("error", "2.28.9 on a, c; 2.27.5 on b")
+    assert reduced[1] == "ok"
+
+
 def test_cupy_says_that_it_finds_no_nccl():
     """In a process of its own: CuPy's attempt is made once."""
     code = "from hpcdask.gpu import nccl; print(nccl.missing() or nccl.version())"

@@ -127,7 +127,7 @@ def mig_box() -> Facts:
 
 
 def laptop() -> Facts:
-    facts = facts_of([], NO_UCX, mpi=None)
+    facts = facts_of([], NO_UCX, mpi={"version": ""})
     facts["software"]["packages"] = {"dask": "2026.8.0", "distributed": "2026.8.0"}
     facts["process"] |= {"open_files": 4096, "locked_memory": [8 << 20, 8 << 20]}
     return facts
@@ -473,6 +473,16 @@ def test_clocks(ahead, status):
     found = only(launch.report(), "clocks")
     assert found.status == status
     assert f"{abs(ahead):.3f} s" in found.value
+
+
+def test_nodes_of_one_name_are_two():
+    """Regression: they were one node, on which two ranks shared the GPUs."""
+    launch = Launch(Rank(0, 2, 0, 1, "localhost", "srun", "test"), 60)
+    for rank, boot in enumerate(("a", "b")):
+        launch.place(rank, "localhost", boot, facts=rank_facts(nvlink_box()))
+    made = launch.report()
+    assert [node.name for node, _ in made.nodes] == ["localhost", "localhost #2"]
+    assert only(made, "ranks").value == "2: 1 on localhost, 1 on localhost #2"
 
 
 # The report
