@@ -281,4 +281,6 @@ class Run:
     def _sweep(self) -> None:
         (self.site.folder / "nothing.py").write_text("")
         n = self.options["n"]
-        self.site.start(*self._file, "nothing.py", n=n).process.wait(120)
+        run = self.site.start(*self._file, "nothing.py", n=n)
+        if code := run.process.wait(120):
+            raise Violation(f"the next run ended with exit code {code}\n{run.output()}")
