@@ -15,9 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hpcdask.errors import DeviceError, MissingExtra
-
-from .driver import cuda_extra
+from hpcdask.errors import DeviceError
 
 #: Seconds that an ending process may keep a device that only one can use (exclusive compute mode).
 RELEASE_S = 3.0
@@ -39,31 +37,28 @@ USES: tuple[Callable[[Any, Any, Any], Any], ...] = (
 
 def make_context() -> None:
     """Make the CUDA context of the one visible device."""
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise MissingExtra("cuda-bindings", cuda_extra(), "a worker on a GPU") from None
+    from cuda.bindings import driver
 
     failed = f"no CUDA context on {socket.gethostname()}"
+    deadline = time.monotonic() + RELEASE_S
 
     def call(name: str, *arguments: Any) -> Any:
-        deadline = time.monotonic() + RELEASE_S
         try:
             code, *results = getattr(driver, name)(*arguments)
-            unavailable = driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE
-            while code == unavailable and time.monotonic() < deadline:
-                time.sleep(0.1)
-                code, *results = getattr(driver, name)(*arguments)
         except RuntimeError as error:  # there is no libcuda
             remedy = "In a container, pass the driver in (apptainer exec --nv)"
             raise DeviceError(f"{failed}: {error} {remedy}") from error
-        if code != driver.CUresult.CUDA_SUCCESS:
-            raise DeviceError(
-                f"{failed}: {name} says {code.name} of GPU "
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES')}. See nvidia-smi there, and whether "
-                f"another process has the device for itself (compute mode)"
-            )
-        return results[0] if results else None
+        if code == driver.CUresult.CUDA_SUCCESS:
+            return results[0] if results else None
+        unavailable = code == driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE
+        if unavailable and time.monotonic() < deadline:
+            time.sleep(0.1)
+            return call(name, *arguments)
+        raise DeviceError(
+            f"{failed}: {name} says {code.name} of GPU {os.environ.get('CUDA_VISIBLE_DEVICES')}. "
+            f"See nvidia-smi there, and whether another process has the device for itself "
+            f"(compute mode)"
+        )
 
     call("cuInit", 0)
     call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", 0)))

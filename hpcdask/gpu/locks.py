@@ -40,46 +40,37 @@ def lock_gpus(gpus: Sequence[Gpu], count: int, owner: str, folder: str | None = 
         held: dict[Gpu, int] = {}
         others: list[str] = []
         for gpu in gpus:
+            try:
+                held[gpu] = _lock(gpu, owner, folder)
+            except OSError as error:
+                others.append(f"{gpu.uuid} {error}")
             if len(held) == count:
-                break
-            if isinstance(found := _lock(gpu, owner, folder), str):
-                others.append(found)
-            else:
-                held[gpu] = found
-        if len(held) == count:
-            return list(held)
+                return list(held)
         for file in held.values():  # all or none, so that two jobs cannot wait for each other
             os.close(file)
         if time.monotonic() > deadline:
             raise DeviceError(
                 f"{socket.gethostname()} shows this job {plural(len(gpus), 'GPU')} "
-                f"and it needs {count}, but {len(others)} of them "
-                f"{'is' if len(others) == 1 else 'are'} in use: {'; '.join(others)}. "
+                f"and it needs {count}, but in use are {'; '.join(others)}. "
                 f"Have the queue give each job GPUs of its own"
             )
         time.sleep(random.uniform(0.1, 0.3))
 
 
-def _lock(gpu: Gpu, owner: str, folder: str) -> int | str:
-    """Lock the file of a GPU; return its descriptor, or the text of who holds it."""
+def _lock(gpu: Gpu, owner: str, folder: str) -> int:
+    """Lock the file of a GPU and return its descriptor. Raises OSError, which names a holder."""
     path = os.path.join(folder, f"hpcdask-{os.getuid()}-{gpu.uuid.replace('/', '-')}.lock")
-    try:
-        file = private.open_lock(path)
-    except OSError as error:
-        return f"{gpu.uuid} cannot be locked, {path}: {error.strerror}"
+    file = private.open_lock(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with contextlib.suppress(OSError):  # a full disk; the lock holds without words
-            os.ftruncate(file, 0)
-            os.pwrite(file, owner.encode(), 0)
-        return file
-    except BlockingIOError:
-        holder = os.pread(file, 200, 0).decode(errors="replace") or "another process"
-        reason = f"{gpu.uuid} by {holder}"
-    except OSError as error:
-        reason = f"{gpu.uuid} cannot be locked, {path}: {error.strerror}"
-    os.close(file)
-    return reason
+    except OSError:
+        holder = os.pread(file, 200, 0).decode(errors="replace")
+        os.close(file)
+        raise BlockingIOError(f"by {holder or 'another process'}") from None
+    with contextlib.suppress(OSError):  # a full disk; the lock holds without words
+        os.ftruncate(file, 0)
+        os.pwrite(file, owner.encode(), 0)
+    return file
 
 
 def shared_on_purpose(environ: Mapping[str, str] | None = None) -> bool:

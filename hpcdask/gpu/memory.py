@@ -18,7 +18,7 @@ from typing import Any, Literal
 from dask.utils import format_bytes
 
 from hpcdask.errors import DeviceError, MissingExtra, UsageError, installing
-from hpcdask.logs import say
+from hpcdask.logs import plural, say
 from hpcdask.spec.records import Record
 from hpcdask.spec.specs import WorkerSpec
 
@@ -177,9 +177,8 @@ def _two_pools(spec: WorkerSpec, installed: Collection[str]) -> str:
 def _amount(option: str, asked: int | float, gpu: Gpu, shared: int) -> int:
     nbytes = int(asked * gpu.memory) if isinstance(asked, float) else asked
     if nbytes * shared > gpu.memory:
-        each = f"{shared} workers with {format_bytes(nbytes)} each are" if shared > 1 else ""
         raise UsageError(
-            f"{option}: {each or f'{format_bytes(nbytes)} is'} more than "
+            f"{option}: {format_bytes(nbytes)} for each of {plural(shared, 'worker')} is more than "
             f"the {format_bytes(gpu.memory)} of {gpu.name} ({gpu.uuid}). Ask for less, "
             f"or for a fraction such as {0.8 / shared:.2g}"
         )

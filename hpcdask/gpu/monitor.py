@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
@@ -17,9 +16,8 @@ from tornado.ioloop import PeriodicCallback
 
 from hpcdask.errors import UsageError
 from hpcdask.logs import html_table, natural, text_table
-from hpcdask.spec.records import Record
 
-from .samples import INTERVAL_S, METRIC, READ, GpuSample
+from .samples import INTERVAL_S, METRIC, READ, UNKNOWN, GpuState
 from .usage import GpuUsage, RunUsage, summary
 
 if TYPE_CHECKING:
@@ -29,78 +27,23 @@ if TYPE_CHECKING:
 NAME = "hpcdask-gpus"
 #: Seconds for a worker to read its GPU at the end.
 READ_DEADLINE_S = 0.5
-UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True)
-class GpuState(Record):
-    """Present state of a GPU.
-
-    Attributes
-    ----------
-    sample
-        The last one of NVML.
-    worker
-        Name of the worker that has the GPU, or had it last.
-    pool
-        Bytes of its memory that belong to the worker's RMM pool; None if it has none.
-    nvlink, pcie
-        Bytes per second, sent and received; None if unknown.
-    """
-
-    sample: GpuSample
-    worker: str
-    pool: int | None = None
-    nvlink: float | None = None
-    pcie: float | None = None
-
-    def cells(self) -> dict[str, str]:
-        """Return the texts of a table's row by column."""
-        sample = self.sample
-        memory = sample.memory_used, sample.memory_total
-        errors = sample.ecc_corrected, sample.ecc_uncorrected
-        return {
-            "node": sample.host,
-            "GPU": sample.label.rpartition(" ")[2],
-            "model": sample.model or UNKNOWN,
-            "worker": self.worker,
-            "utilisation": _known(sample.utilisation, "{:.0f} %".format),
-            "memory": " of ".join(_known(nbytes, format_bytes) for nbytes in memory),
-            "pool": "" if self.pool is None else format_bytes(self.pool),
-            "power": _known(sample.power_w, "{:.0f} W".format),
-            "clock": _known(sample.clock_mhz, "{} MHz".format),
-            "held back by": _known(sample.held_back, ", ".join),
-            "temperature": _known(sample.temperature_c, "{} °C".format),
-            "NVLink": _known(self.nvlink, _rate),
-            "PCIe": _known(self.pcie, _rate),
-            "ECC errors": UNKNOWN if None in errors else "{} corrected, {} not".format(*errors),
-        }
-
-
-def _known(value: Any, write: Callable[[Any], str]) -> str:
-    return UNKNOWN if value is None else write(value)
-
-
-def _rate(value: float) -> str:
-    return f"{format_bytes(int(value))}/s"
 
 
 class GpuTable(tuple[GpuState, ...]):
     """Table of the GPUs of a cluster's workers, by node and index.
 
-    A tuple of `hpcdask.gpu.monitor.GpuState`. What NVML does not tell of a GPU, such as the power
+    A tuple of `hpcdask.gpu.samples.GpuState`. What NVML does not tell of a GPU, such as the power
     of a MIG slice, is unknown.
     """
 
     def summary(self) -> str:
         """Return models, memory in use and utilisation of all together, in one line."""
-        samples = [state.sample for state in self]
-        models = Counter(sample.model or "GPU" for sample in samples)
+        models = Counter(gpu.model or "GPU" for gpu in self)
         names = ", ".join(f"{count} x {model}" for model, count in models.items())
-        used = sum(sample.memory_used or 0 for sample in samples)
-        total = sum(sample.memory_total or 0 for sample in samples)
+        used = sum(gpu.memory_used or 0 for gpu in self)
+        total = sum(gpu.memory_total or 0 for gpu in self)
         memory = f"{format_bytes(used)} of {format_bytes(total)}" if total else UNKNOWN
-        busy = [sample.utilisation for sample in samples if sample.utilisation is not None]
+        busy = [gpu.utilisation for gpu in self if gpu.utilisation is not None]
         mean = f"{sum(busy) / len(busy):.0f} %" if busy else UNKNOWN
         return f"{names}, memory {memory}, utilisation {mean}"
 
@@ -162,17 +105,17 @@ class _Gpu:
     lap: GpuUsage = field(default_factory=GpuUsage)
 
     def add(self, told: dict[str, Any], workers: list[WorkerState]) -> None:
-        """Add a sample of the workers that have the GPU, if it is newer than the last one."""
-        before = self.state.sample if self.state else None
+        """Add a state of the workers that have the GPU, if it is newer than the last one."""
+        before = self.state
         if told["time"] <= (before.time if before else 0):
             return
-        sample = GpuSample.from_json(told)
+        now = GpuState.from_json(told)
         for usage in (self.usage, self.lap):
-            usage.add(before, sample)
+            usage.add(before, now)
         names = ", ".join(sorted((str(ws.name) for ws in workers), key=natural))
-        pool = sum((ws.metrics.get("rmm") or {}).get("rmm-total") or 0 for ws in workers)
-        rates = (sample.rate(before, link) for link in ("nvlink", "pcie"))
-        self.state = GpuState(sample, names, pool or None, *rates)
+        pool = sum((ws.metrics.get("rmm") or {}).get("rmm-total") or 0 for ws in workers) or None
+        nvlink, pcie = (now.rate(before, link) for link in ("nvlink", "pcie"))
+        self.state = replace(now, worker=names, pool=pool, nvlink=nvlink, pcie=pcie)
 
 
 class GpuMonitor(SchedulerPlugin):
@@ -219,7 +162,7 @@ class GpuMonitor(SchedulerPlugin):
     def table(self) -> GpuTable:
         """Return the present states of the GPUs that workers have, by host and index."""
         states = [state for uuid in self._workers() if (state := self._gpus[uuid].state)]
-        return GpuTable(sorted(states, key=lambda state: natural(state.sample.label)))
+        return GpuTable(sorted(states, key=lambda state: natural(state.label)))
 
     def usage(self) -> RunUsage | None:
         """Return the use of all GPUs so far; None if none was sampled."""

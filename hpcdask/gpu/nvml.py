@@ -69,8 +69,7 @@ class Device:
         """Return total, used and free bytes; None if the memory is the host's, or not told."""
         import pynvml
 
-        known = self.ask("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2)
-        return known or self.ask("nvmlDeviceGetMemoryInfo")  # an old driver
+        return self.ask("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2)
 
     def processes(self) -> dict[int, int | None]:
         """Return the bytes of each process that computes on the device, by process id."""
@@ -92,13 +91,13 @@ class Device:
         links = range(MOST_LINKS)
         return sum(bool(self.ask_card("nvmlDeviceGetNvLinkState", link)) for link in links)
 
-    def clock_limits(self) -> int | None:
+    def clock_limits(self) -> Any:
         """Return the bits of the reasons that hold the clocks back."""
-        bits: int | None = self.ask_card("nvmlDeviceGetCurrentClocksEventReasons")
-        # the name that drivers before 535 know
+        # the other is the name that drivers before 535 know
+        bits = self.ask_card("nvmlDeviceGetCurrentClocksEventReasons")
         return bits or self.ask_card("nvmlDeviceGetCurrentClocksThrottleReasons")
 
-    def counters(self) -> dict[str, int | None]:
+    def counters(self) -> dict[str, Any]:
         """Return the `COUNTERS` by name, None for those that NVML does not tell."""
         numbers = tuple((number, scope) for number, scope, _ in COUNTERS.values())
         answers = self.ask("nvmlDeviceGetFieldValues", numbers) or [None] * len(numbers)

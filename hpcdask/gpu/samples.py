@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dask.utils import format_bytes
 from tornado.ioloop import PeriodicCallback
 
 from hpcdask.errors import HpcdaskError
@@ -36,10 +38,11 @@ REASONS = {
 INTERVAL_S = 1.0
 #: The worker's metric, and the handler that reads the GPU now.
 METRIC, READ = "hpcdask-gpu", "hpcdask-read-gpu"
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
-class GpuSample(Record):
+class GpuState(Record):
     """GPU or MIG slice at one moment; None is what NVML does not tell of it.
 
     Attributes
@@ -48,6 +51,9 @@ class GpuSample(Record):
         Which GPU; the index is that of nvidia-smi on its host.
     time
         Unix time in seconds.
+    worker, pool
+        Names of the workers that have the GPU, and bytes of its memory that are in RMM pools of
+        theirs; None if there is no pool.
     utilisation, power_w, clock_mhz, temperature_c
         As nvidia-smi has them; utilisation in percent.
     memory_used, memory_total
@@ -56,6 +62,8 @@ class GpuSample(Record):
         Why the clocks are lower than they could be.
     energy_j, nvlink_sent, nvlink_received, pcie_sent, pcie_received
         Counters of the device, in joules and bytes.
+    nvlink, pcie
+        Bytes per second, sent and received, since the state before.
     ecc_corrected, ecc_uncorrected
         Memory errors since the driver was loaded.
     """
@@ -65,6 +73,8 @@ class GpuSample(Record):
     host: str
     index: int | None = None
     model: str | None = None
+    worker: str = ""
+    pool: int | None = None
     utilisation: float | None = None
     memory_used: int | None = None
     memory_total: int | None = None
@@ -75,8 +85,10 @@ class GpuSample(Record):
     temperature_c: int | None = None
     nvlink_sent: int | None = None
     nvlink_received: int | None = None
+    nvlink: float | None = None
     pcie_sent: int | None = None
     pcie_received: int | None = None
+    pcie: float | None = None
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
 
@@ -86,22 +98,51 @@ class GpuSample(Record):
         is_slice = self.index is None or self.uuid.startswith("MIG-")
         return f"{self.host} GPU {self.uuid if is_slice else self.index}"
 
-    def rise(self, before: GpuSample | None, counter: str) -> float | None:
-        """Return the rise of a counter since an earlier sample; None if the counter is unknown."""
+    def rise(self, before: GpuState | None, counter: str) -> float | None:
+        """Return the rise of a counter since an earlier state; None if the counter is unknown."""
         now, earlier = getattr(self, counter), getattr(before, counter, None)
         if now is None:
             return None
         return 0 if earlier is None else max(0, now - earlier)
 
-    def rate(self, before: GpuSample | None, link: str) -> float | None:
-        """Return the bytes per second that a link has sent and received since an earlier sample."""
+    def rate(self, before: GpuState | None, link: str) -> float | None:
+        """Return the bytes per second that a link has sent and received since an earlier state."""
         rises = [self.rise(before, f"{link}_{way}") for way in ("sent", "received")]
         if before is None or None in rises:
             return None
         return sum(filter(None, rises)) / (self.time - before.time)
 
+    def cells(self) -> dict[str, str]:
+        """Return the texts of a table's row by column."""
+        memory = self.memory_used, self.memory_total
+        errors = self.ecc_corrected, self.ecc_uncorrected
+        return {
+            "node": self.host,
+            "GPU": self.label.rpartition(" ")[2],
+            "model": self.model or UNKNOWN,
+            "worker": self.worker,
+            "utilisation": _known(self.utilisation, "{:.0f} %".format),
+            "memory": " of ".join(_known(nbytes, format_bytes) for nbytes in memory),
+            "pool": "" if self.pool is None else format_bytes(self.pool),
+            "power": _known(self.power_w, "{:.0f} W".format),
+            "clock": _known(self.clock_mhz, "{} MHz".format),
+            "held back by": _known(self.held_back, ", ".join),
+            "temperature": _known(self.temperature_c, "{} °C".format),
+            "NVLink": _known(self.nvlink, _rate),
+            "PCIe": _known(self.pcie, _rate),
+            "ECC errors": UNKNOWN if None in errors else "{} corrected, {} not".format(*errors),
+        }
 
-def read_sample(uuid: str) -> GpuSample | None:
+
+def _known(value: Any, write: Callable[[Any], str]) -> str:
+    return UNKNOWN if value is None else write(value)
+
+
+def _rate(value: float) -> str:
+    return f"{format_bytes(int(value))}/s"
+
+
+def read_gpu(uuid: str) -> GpuState | None:
     """Return what NVML tells of a GPU now; None if NVML does not show it."""
     device = None
     with contextlib.suppress(HpcdaskError):  # no package or no driver: none is needed to compute
@@ -111,7 +152,7 @@ def read_sample(uuid: str) -> GpuSample | None:
     ask, memory, reasons = device.ask, device.memory(), device.clock_limits()
     rates = ask("nvmlDeviceGetUtilizationRates")
     power, energy = ask("nvmlDeviceGetPowerUsage"), ask("nvmlDeviceGetTotalEnergyConsumption")
-    return GpuSample(
+    return GpuState(
         uuid=uuid,
         time=time.time(),
         host=socket.gethostname(),
@@ -131,12 +172,12 @@ def read_sample(uuid: str) -> GpuSample | None:
 
 def report_gpu(worker: Worker, uuid: str) -> None:
     """Add samples of a worker's GPU to its metrics: one a second, and at first an empty one."""
-    latest = GpuSample(uuid, 0.0, socket.gethostname())
+    latest = GpuState(uuid, 0.0, socket.gethostname())
 
     async def read() -> dict[str, Any]:
         nonlocal latest
-        if (sample := await asyncio.to_thread(read_sample, uuid)) is not None:
-            latest = sample
+        if (state := await asyncio.to_thread(read_gpu, uuid)) is not None:
+            latest = state
         return latest.to_json()
 
     worker.handlers[READ] = read

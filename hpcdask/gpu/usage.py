@@ -11,7 +11,7 @@ from dask.utils import format_bytes
 from hpcdask.logs import natural, plural, some
 from hpcdask.spec.records import Record
 
-from .samples import GpuSample
+from .samples import GpuState
 
 #: Parts of the time for which clocks may be held back before it is worth a line, by reason.
 OFTEN, SELDOM = 0.1, 0.01
@@ -37,7 +37,7 @@ class GpuUsage:
     held_back_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     rises: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def add(self, before: GpuSample | None, now: GpuSample) -> None:
+    def add(self, before: GpuState | None, now: GpuState) -> None:
         """Add a sample, and the rise of the counters since the one before."""
         seconds = 0.0 if before is None else now.time - before.time
         self.label, self.model = now.label, now.model or "GPU"

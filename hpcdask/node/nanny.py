@@ -72,11 +72,11 @@ class BoundNanny(Nanny):
         )
         gpu: dict[str, Any] = {}
         if uuid := self._own_env.get("CUDA_VISIBLE_DEVICES"):
-            from hpcdask.gpu.samples import read_sample
+            from hpcdask.gpu.samples import read_gpu
 
             with contextlib.suppress(Exception):  # a driver that hangs or fails hides nothing else
                 async with asyncio.timeout(ANSWER_S):
-                    sample = await asyncio.to_thread(read_sample, uuid)
+                    sample = await asyncio.to_thread(read_gpu, uuid)
                     gpu = sample.to_json() if sample else {}
         return {
             "name": str(self.name),

@@ -13,7 +13,7 @@ import pytest
 import hpcdask
 from gpu_launching import job_cluster, launch, run_python, slurm_answers
 from hpcdask.gpu.devices import Gpu
-from hpcdask.gpu.samples import read_sample
+from hpcdask.gpu.samples import read_gpu
 from launching import wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
@@ -64,9 +64,9 @@ def disagreement(gpu: Gpu) -> list[str]:
     """Return what nvidia-smi says otherwise of a GPU than the readings before and after it."""
     query = ["nvidia-smi", "--format=csv,noheader,nounits", "-i", gpu.uuid]
     query.append(f"--query-gpu={','.join(name for name, *_ in FIGURES)}")
-    before = read_sample(gpu.uuid)
+    before = read_gpu(gpu.uuid)
     texts = subprocess.check_output(query, text=True).split(",")
-    after = read_sample(gpu.uuid)
+    after = read_gpu(gpu.uuid)
     wrong = []
     for (name, ours, unit, rounding), text in zip(FIGURES, map(str.strip, texts), strict=True):
         mine = [getattr(before, ours), getattr(after, ours)]
@@ -93,11 +93,11 @@ def test_a_run_shows_its_gpus_and_sums_them_up(gpus: list[Gpu]) -> None:
     found = json.loads(done.out.splitlines()[-1])
     print(found["text"])
     assert found["workers"] == len(gpus)
-    assert {one["sample"]["uuid"] for one in found["states"]} == {gpu.uuid for gpu in gpus}
+    assert {one["uuid"] for one in found["states"]} == {gpu.uuid for gpu in gpus}
     for state in found["states"]:
-        if state["pool"] is not None and state["sample"]["memory_used"] is not None:
-            assert 0 < state["pool"] <= state["sample"]["memory_used"] + 2**30
-    busy = [one["sample"]["utilisation"] for one in found["states"]]
+        if state["pool"] is not None and state["memory_used"] is not None:
+            assert 0 < state["pool"] <= state["memory_used"] + 2**30
+    busy = [one["utilisation"] for one in found["states"]]
     assert all(one is None or one > 50 for one in busy), busy
     (line,) = (line for line in done.err.splitlines() if "hpcdask: GPUs: " in line)
     assert f"{len(gpus)} x {gpus[0].name}" in line
@@ -133,7 +133,7 @@ def test_a_cluster_of_jobs_shows_its_gpus(
     """Jobs of SLURM's where it answers."""
     with job_cluster(tmp_path, len(gpus), slurm_answers()) as (cluster, client):
         wait_for(lambda: len(cluster.gpus()) == len(gpus), 60, "samples of all GPUs")
-        assert {one.sample.uuid for one in cluster.gpus()} == {gpu.uuid for gpu in gpus}
+        assert {one.uuid for one in cluster.gpus()} == {gpu.uuid for gpu in gpus}
         summary = cluster.gpus().summary()
         assert f"{len(gpus)} x {gpus[0].name}" in summary
         assert f"<strong>GPUs:</strong> {summary.partition(',')[0]}" in cluster._repr_html_()

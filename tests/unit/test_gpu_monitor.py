@@ -15,7 +15,7 @@ from hpcdask.errors import UsageError
 from hpcdask.gpu import monitor as monitoring
 from hpcdask.gpu import samples
 from hpcdask.gpu.monitor import GpuMonitor, GpuTable, monitor_of, usage_lines
-from hpcdask.gpu.samples import GpuSample, read_sample, report_gpu
+from hpcdask.gpu.samples import GpuState, read_gpu, report_gpu
 from hpcdask.gpu.usage import GpuUsage, RunUsage, summary
 from launching import until
 
@@ -51,8 +51,8 @@ def nvml(nvml, monkeypatch):
 
 
 def test_a_sample_has_what_nvml_tells(nvml):
-    sample = read_sample("GPU-a")
-    assert sample == GpuSample(
+    sample = read_gpu("GPU-a")
+    assert sample == GpuState(
         uuid="GPU-a",
         time=sample.time,
         host=sample.host,
@@ -72,10 +72,10 @@ def test_a_sample_has_what_nvml_tells(nvml):
         ecc_uncorrected=2,
     )
     assert sample.label == f"{sample.host} GPU 0"
-    assert GpuSample.from_json(json.loads(json.dumps(sample.to_json()))) == sample
-    of_slice = read_sample("MIG-c")
+    assert GpuState.from_json(json.loads(json.dumps(sample.to_json()))) == sample
+    of_slice = read_gpu("MIG-c")
     known = {"model": "H100 MIG", "memory_used": GIB, "memory_total": 80 * GIB}
-    assert of_slice == GpuSample("MIG-c", of_slice.time, sample.host, **known)
+    assert of_slice == GpuState("MIG-c", of_slice.time, sample.host, **known)
     assert of_slice.label == f"{sample.host} GPU MIG-c"
 
 
@@ -83,7 +83,7 @@ def test_a_sample_has_what_nvml_tells(nvml):
 def test_a_gpu_that_nvml_does_not_show_has_no_sample(nvml, monkeypatch, uuid):
     if uuid == "without a driver":
         monkeypatch.delenv("FAKE_NVML")
-    assert read_sample(uuid) is None
+    assert read_gpu(uuid) is None
 
 
 @asynccontextmanager
@@ -113,13 +113,13 @@ def test_from_nvml_to_the_table(nvml):
             await monitor_of(scheduler).refresh()
             table = await hpcdask.gpus(client)
             assert isinstance(table, GpuTable)
-            of = {one.sample.uuid: one for one in table}
+            of = {one.uuid: one for one in table}
             assert {uuid: of[uuid].worker for uuid in of} == {
                 "GPU-a": "w0",
                 "GPU-b": "w1",
                 "MIG-c": "w2",
             }
-            assert of["GPU-a"].sample.energy_j == 9360
+            assert of["GPU-a"].energy_j == 9360
             head, first, _, of_slice = repr(table).splitlines()
             assert head.startswith("node")
             assert "350 W" in first
@@ -196,7 +196,7 @@ def used(*told: dict[str, object]) -> GpuUsage:
         how |= {"utilisation": 50, "energy_j": 1000 + 360 * at, "nvlink_sent": 10 + at}
         how |= {"ecc_corrected": 7, "ecc_uncorrected": 1, **values}
         del how["at"]
-        now = GpuSample("GPU-a", 1000 + at, "n1", **how)
+        now = GpuState("GPU-a", 1000 + at, "n1", **how)
         usage.add(before, now)
         before = now
     return usage

@@ -127,7 +127,7 @@ def test_a_worker_on_the_cpu_has_nothing_to_plan():
         ({"rmm_async": True}, {"protocol": "ucx"}, "--rmm-async .* ucx: .* NVLink.*tcp"),
         ({"rmm_pool_size": "17GiB"}, {}, "--rmm-pool-size: 17.00 GiB .*16.00 GiB of .*MIG-77aa"),
         ({"device_memory_limit": "17GiB"}, {}, "--device-memory-limit: 17.00 GiB .*16.00 GiB"),
-        ({"rmm_pool_size": 0.5}, {"shared": 3}, "3 workers with 8.00 GiB each .*0.27"),
+        ({"rmm_pool_size": 0.5}, {"shared": 3}, "8.00 GiB for each of 3 workers .*0.27"),
         ({"device_memory_limit": 0.8}, {"shared": 2}, "--device-mem.*2 workers .*0.4"),
         ({"rmm_allocator_external_lib_list": "torch"}, {}, "lib-list .*torch.*not installed"),
         ({"rmm_pool_size": 0.5}, {"packages": ()}, "--rmm-pool-size needs rmm"),

@@ -18,7 +18,7 @@ from distributed.core import rpc
 from hpcdask import errors
 from hpcdask.clusters.job import Job
 from hpcdask.errors import ClusterError, UsageError
-from hpcdask.gpu.monitor import GpuState
+from hpcdask.gpu.samples import GpuState
 from hpcdask.jobs.detached import VERSION
 from hpcdask.spec.records import Record
 
