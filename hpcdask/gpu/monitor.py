@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_bytes
@@ -96,28 +96,6 @@ def _states(dask_scheduler: Any) -> list[dict[str, Any]]:
     return [state.to_json() for state in monitor_of(dask_scheduler).table()]
 
 
-@dataclass
-class _Gpu:
-    """Record of one GPU; `lap` is its use since `GpuMonitor.start_lap`."""
-
-    state: GpuState | None = None
-    usage: GpuUsage = field(default_factory=GpuUsage)
-    lap: GpuUsage = field(default_factory=GpuUsage)
-
-    def add(self, told: dict[str, Any], workers: list[WorkerState]) -> None:
-        """Add a state of the workers that have the GPU, if it is newer than the last one."""
-        before = self.state
-        if told["time"] <= (before.time if before else 0):
-            return
-        now = GpuState.from_json(told)
-        for usage in (self.usage, self.lap):
-            usage.add(before, now)
-        names = ", ".join(sorted((str(ws.name) for ws in workers), key=natural))
-        pool = sum((ws.metrics.get("rmm") or {}).get("rmm-total") or 0 for ws in workers) or None
-        nvlink, pcie = (now.rate(before, link) for link in ("nvlink", "pcie"))
-        self.state = replace(now, worker=names, pool=pool, nvlink=nvlink, pcie=pcie)
-
-
 class GpuMonitor(SchedulerPlugin):
     """Monitor of the GPUs of a scheduler's workers, present and past."""
 
@@ -125,7 +103,9 @@ class GpuMonitor(SchedulerPlugin):
     _scheduler: Scheduler | None = None
 
     def __init__(self) -> None:
-        self._gpus: defaultdict[str, _Gpu] = defaultdict(_Gpu)
+        self._states: dict[str, GpuState] = {}
+        self._usage: defaultdict[str, GpuUsage] = defaultdict(GpuUsage)
+        self._lap: defaultdict[str, GpuUsage] = defaultdict(GpuUsage)
 
     async def start(self, scheduler: Scheduler) -> None:
         """See `SchedulerPlugin.start`."""
@@ -141,43 +121,56 @@ class GpuMonitor(SchedulerPlugin):
         return found
 
     def _tick(self) -> None:
-        """Add the samples of the workers' last heartbeats."""
+        """Add the states of the workers' last heartbeats."""
         held = self._workers()
-        for uuid in self._gpus.keys() - held:  # what others do there meanwhile is not of this run
-            self._gpus[uuid].state = None
-        for uuid, workers in held.items():
-            self._gpus[uuid].add(workers[0].metrics[METRIC], workers)
+        for uuid in self._states.keys() - held:  # what others do there meanwhile is not of this run
+            del self._states[uuid]
+        for workers in held.values():
+            self._add(workers[0].metrics[METRIC], workers)
+
+    def _add(self, told: dict[str, Any], workers: list[WorkerState]) -> None:
+        """Add a state of the workers that have the GPU, if it is newer than the last one."""
+        now = GpuState.from_json(told)
+        before = self._states.get(now.uuid)
+        if now.time <= (before.time if before else 0):
+            return
+        for usage in (self._usage, self._lap):
+            usage[now.uuid].add(before, now)
+        names = ", ".join(sorted((str(ws.name) for ws in workers), key=natural))
+        pool = sum((ws.metrics.get("rmm") or {}).get("rmm-total") or 0 for ws in workers) or None
+        nvlink, pcie = (now.rate(before, link) for link in ("nvlink", "pcie"))
+        new = replace(now, worker=names, pool=pool, nvlink=nvlink, pcie=pcie)
+        self._states[now.uuid] = new
 
     async def refresh(self) -> None:
         """Ask workers to read their GPUs now; leave out workers that do not answer at once."""
 
-        async def ask(uuid: str, workers: list[WorkerState]) -> None:
+        async def ask(workers: list[WorkerState]) -> None:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(READ_DEADLINE_S):
                     peer: Any = self._scheduler and self._scheduler.rpc(workers[0].address)
-                    self._gpus[uuid].add(await getattr(peer, READ)(), workers)
+                    self._add(await getattr(peer, READ)(), workers)
 
-        await asyncio.gather(*(ask(*one) for one in self._workers().items()))
+        await asyncio.gather(*map(ask, self._workers().values()))
 
     def table(self) -> GpuTable:
         """Return the present states of the GPUs that workers have, by host and index."""
-        states = [state for uuid in self._workers() if (state := self._gpus[uuid].state)]
+        states = [self._states[uuid] for uuid in self._workers() if uuid in self._states]
         return GpuTable(sorted(states, key=lambda state: natural(state.label)))
 
     def usage(self) -> RunUsage | None:
         """Return the use of all GPUs so far; None if none was sampled."""
-        return summary(gpu.usage for gpu in self._gpus.values())
+        return summary(self._usage.values())
 
     async def start_lap(self) -> None:
         """Start new sums, beside those of the run."""
         await self.refresh()
-        for gpu in self._gpus.values():
-            gpu.lap = GpuUsage()
+        self._lap.clear()
 
     async def lap(self) -> RunUsage | None:
         """Return the use of all GPUs since `start_lap`; None if none was sampled."""
         await self.refresh()
-        return summary(gpu.lap for gpu in self._gpus.values())
+        return summary(self._lap.values())
 
 
 def monitor_of(scheduler: Any) -> GpuMonitor:

@@ -21,11 +21,12 @@ from . import nvml
 if TYPE_CHECKING:
     from .memory import MemoryPlan
 
-#: Texts in errors of CUDA's runtime, driver and libraries, whoever raises them; "Out of memory
-#: allocating" is CuPy's, where its class was lost on the way.
-CODES = re.compile(
-    r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
-    r"\bCU[A-Z]+_(?:STATUS_)?ALLOC(?:ATION)?_FAILED|Out of memory allocating [\d,]+ bytes"
+#: Texts in errors of CUDA's runtime, driver and libraries, whoever raises them; of PyTorch, CuPy
+#: and RMM, where their class was lost on the way.
+FULL = re.compile(
+    r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|CUDA out of memory|"
+    r"\bCU[A-Z]+_(?:STATUS_)?ALLOC(?:ATION)?_FAILED|Out of memory allocating [\d,]+ bytes|"
+    r"bad_alloc.*[Rr][Mm][Mm]",
 )
 ASKED = re.compile(
     r"(?:Out of memory allocating|failed to allocate|Tried to allocate) "
@@ -44,14 +45,7 @@ class DeviceMemoryError(MemoryError, HpcdaskError):  # in the other order, tblib
 
 def device_out_of_memory(error: BaseException) -> bool:
     """Return whether this error, or one that led to it, says that a device is out of memory."""
-    for one in _chain(error):
-        text = _text(one)
-        named = type(one).__name__ == "OutOfMemoryError" and _package(one) in ("cupy", "torch")
-        # RMM raises Python's own MemoryError, with the C++ file that it comes from
-        by_rmm = isinstance(one, MemoryError) and "bad_alloc" in text and "rmm" in text.lower()
-        if named or by_rmm or CODES.search(text):
-            return True
-    return False
+    return any(FULL.search(_text(one)) for one in _chain(error))
 
 
 def asked_for(error: BaseException) -> int | None:
@@ -79,10 +73,6 @@ def _text(error: BaseException) -> str:
         return ""
 
 
-def _package(error: BaseException) -> str:
-    return type(error).__module__.partition(".")[0]
-
-
 async def explained(worker: Any, plan: MemoryPlan, event: Any) -> Any:
     """Return an event of a worker with a clear error if device memory ran out, and make room.
 
@@ -97,16 +87,16 @@ async def explained(worker: Any, plan: MemoryPlan, event: Any) -> Any:
     try:
         error = clean_exception(event.exception.data)[1]
         if isinstance(error, BaseException) and device_out_of_memory(error):
-            clear = explain(worker, plan, error)
+            message = error_message(explain(worker, plan, error))
+            event.exception = message["exception"]
+            event.exception_text = message["exception_text"]
             # Copying results to the host takes seconds, in which the worker must answer. The thread
             # that ran the Dask task holds its error, and with it the frames, until its next call
             loop, executor = asyncio.get_running_loop(), worker.executors["default"]
             await loop.run_in_executor(executor, make_room, worker.data, plan, asked_for(error))
-            message = error_message(clear)
-            event.exception = message["exception"]
-            event.exception_text = message["exception_text"]
     except Exception as error:  # the scheduler must hear of the failure all the same
-        log.warning("A failure of a Dask task cannot be explained: %s", _text(error))
+        # as text: a log that is kept would keep the error's frames, and what they hold
+        log.warning("No device memory can be freed after a failed Dask task: %s", _text(error))
     return event
 
 
@@ -139,7 +129,7 @@ def _for_any_client(error: BaseException) -> BaseException | None:
     shown: BaseException | None = None
     for one in reversed(list(_chain(error))):
         link = one
-        if _package(one) in GPU_PACKAGES:
+        if type(one).__module__.partition(".")[0] in GPU_PACKAGES:
             link = MemoryError(f"{type(one).__name__}: {_text(one)}")
             link = link.with_traceback(one.__traceback__)
         link.__cause__ = shown
@@ -152,20 +142,12 @@ def make_room(data: Any, plan: MemoryPlan, asked: int | None) -> None:
     gc.collect()  # the frames that hold the arrays refer to their error, which refers to them
     results = results_on_device(data)
     if results is not None and plan.device_memory_limit and asked and asked <= plan.total:
-        try:
-            results.evict_until_below_target(max(0, results.total_weight - asked))
-        except Exception as error:
-            # as text: a log that is kept would keep the error's frames, and what they hold
-            log.warning("Results cannot be spilled from %s: %s", plan.device, _text(error))
-    unused: dict[str, Any] = {
-        "cupy": lambda cupy: cupy.get_default_memory_pool().free_all_blocks(),
-        "torch": lambda torch: torch.cuda.empty_cache(),
-    }
-    for library in unused.keys() & sys.modules.keys() - set(plan.libraries):
-        try:
-            unused[library](sys.modules[library])
-        except Exception as error:
-            log.warning("%s keeps unused memory of %s: %s", library, plan.device, _text(error))
+        results.evict_until_below_target(max(0, results.total_weight - asked))
+    unused = sys.modules.keys() - set(plan.libraries)
+    if "cupy" in unused:
+        sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
+    if "torch" in unused:
+        sys.modules["torch"].cuda.empty_cache()
 
 
 def _held(data: Any) -> int:
@@ -191,7 +173,7 @@ def free() -> str:
 
 def _pool(plan: MemoryPlan) -> str:
     """Return the pool in use and its present size, in words."""
-    try:
+    with contextlib.suppress(Exception):  # as in `free`
         if plan.allocator == "pool":
             size = sys.modules["rmm"].mr.get_current_device_resource().pool_size()
             return f"the RMM pool of {format_bytes(size)}"
@@ -199,9 +181,7 @@ def _pool(plan: MemoryPlan) -> str:
             pool = sys.modules["cupy"].get_default_memory_pool()
             used, total = format_bytes(pool.used_bytes()), format_bytes(pool.total_bytes())
             return f"CuPy's pool of {total} ({used} in use)"
-    except Exception:  # as in `free`
-        return "a pool of unknown size"
-    return "RMM's asynchronous pool"
+    return "RMM's asynchronous pool" if plan.allocator == "async" else "a pool of unknown size"
 
 
 def holders(uuid: str) -> str:

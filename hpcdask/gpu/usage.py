@@ -26,7 +26,7 @@ RISING = ("energy_j", "nvlink_sent", "ecc_corrected", "ecc_uncorrected")
 
 @dataclass
 class GpuUsage:
-    """Sums of one GPU over samples of its workers: seconds, and rises of known counters."""
+    """Sums of one GPU over states of its workers: seconds, and rises of known counters."""
 
     label: str = ""
     model: str = ""
@@ -38,7 +38,7 @@ class GpuUsage:
     rises: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, before: GpuState | None, now: GpuState) -> None:
-        """Add a sample, and the rise of the counters since the one before."""
+        """Add a state, and the rise of the counters since the one before."""
         seconds = 0.0 if before is None else now.time - before.time
         self.label, self.model = now.label, now.model or "GPU"
         self.memory_total = now.memory_total
@@ -95,17 +95,16 @@ class RunUsage(Record):
 
 def summary(gpus: Iterable[GpuUsage]) -> RunUsage | None:
     """Return the sums over GPUs; None if none was sampled."""
-    gpus = sorted((gpu for gpu in gpus if gpu.label), key=lambda gpu: natural(gpu.label))
+    gpus = sorted(gpus, key=lambda gpu: natural(gpu.label))
     if not gpus:
         return None
-    known = [gpu for gpu in gpus if gpu.busy_s is not None]
-    seconds = sum(gpu.seconds for gpu in known)
+    seconds = sum(gpu.seconds for gpu in gpus if gpu.busy_s is not None)
     fullest = max(gpus, key=lambda gpu: gpu.peak_memory or 0)
     energy = _total(gpus, "energy_j")
     return RunUsage(
         models=dict(Counter(gpu.model for gpu in gpus)),
         gpu_hours=sum(gpu.seconds for gpu in gpus) / 3600,
-        utilisation=100 * sum(gpu.busy_s or 0 for gpu in known) / seconds if seconds else None,
+        utilisation=100 * sum(gpu.busy_s or 0 for gpu in gpus) / seconds if seconds else None,
         peak_memory=fullest.peak_memory,
         memory_total=fullest.memory_total,
         energy_kwh=None if energy is None else energy / JOULES_PER_KWH,
@@ -124,9 +123,8 @@ def _total(gpus: Sequence[GpuUsage], counter: str) -> float | None:
 def _problems(gpus: Sequence[GpuUsage]) -> Iterator[str]:
     for reason in sorted({reason for gpu in gpus for reason in gpu.held_back_s}):
         parts = {gpu.label: gpu.held_back_s[reason] / (gpu.seconds or 1) for gpu in gpus}
-        least = HELD_BACK.get(reason, SELDOM)
-        if often := {label: part for label, part in parts.items() if part >= least}:
-            most, names = f"{100 * max(often.values()):.0f} %", some(often, NAMED)
+        if often := [label for label in parts if parts[label] >= HELD_BACK.get(reason, SELDOM)]:
+            most, names = f"{100 * max(parts.values()):.0f} %", some(often, NAMED)
             yield f"clocks were held back by {reason}, up to {most} of the time: {names}"
     for kind in ("uncorrected", "corrected"):
         errors = {gpu.label: n for gpu in gpus if (n := int(gpu.rises.get(f"ecc_{kind}", 0)))}

@@ -229,7 +229,6 @@ def test_what_a_slice_does_not_tell_is_unknown():
     text = "mean utilisation unknown, peak memory unknown, energy unknown"
     assert usage.lines() == [f"GPUs: 1 x H100, 0.0278 GPU hours, {text}"]
     assert summary([]) is None
-    assert summary([GpuUsage()]) is None
 
 
 def test_a_counter_that_was_not_told_for_a_moment_does_not_count_from_the_driver_s_start():

@@ -334,7 +334,6 @@ OUT_OF_DEVICE_MEMORY = [
     MemoryError(POOL_FULL),
     MemoryError(DEVICE_FULL),
     of_class("OutOfMemoryError", "torch", TORCH_FULL),
-    of_class("OutOfMemoryError", "cupy.cuda.memory", "any", MemoryError),
     of_class("CUDARuntimeError", RUNTIME, "cudaErrorMemoryAllocation: out of memory"),
     of_class("CudaAPIError", "numba", "Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY"),
     of_class("CUBLASError", "cupy_backends.cuda.libs.cublas", "CUBLAS_STATUS_ALLOC_FAILED"),
