@@ -51,21 +51,20 @@ class Worker:
 class Cluster:
     """Workers of a cluster by host and name, which is unique.
 
-    `devices` maps names to numbers of devices, each of which may have several workers;
-    `memory_nbytes` is that of all devices, or of all workers without a GPU.
+    `memory_nbytes` is that of all devices, or of all workers without a GPU. `facts` are the fields
+    of a `Measurement` that say on what, with what and when something is measured.
     """
 
     client: distributed.Client
     device: Device
-    devices: dict[str, int]
     memory_nbytes: int
     workers: tuple[Worker, ...]
-    processors: tuple[str, ...]
-    cupy: str | None
+    facts: dict[str, Any]
 
     def __str__(self) -> str:
-        names = ", ".join(f"{count} x {name}" for name, count in self.devices.items())
-        return f"{names} ({f'CuPy {self.cupy}' if self.cupy else f'NumPy {np.__version__}'})"
+        names = ", ".join(f"{count} x {name}" for name, count in self.facts["devices"].items())
+        cupy = self.facts["versions"]["cupy"]
+        return f"{names} ({f'CuPy {cupy}' if cupy else f'NumPy {np.__version__}'})"
 
     @property
     def n_slots(self) -> int:
@@ -76,24 +75,6 @@ class Cluster:
         """Start a Dask task on one worker, and return its future."""
         address = self.workers[number].address
         return self.client.submit(function, *arguments, workers=[address], pure=False)
-
-    def describe(self) -> dict[str, Any]:
-        """Return on what, with what and when something is measured now."""
-        packages = hpcdask, dask, distributed, np
-        versions = {package.__name__: package.__version__ for package in packages}
-        versions |= {"python": platform.python_version(), "cupy": self.cupy}
-        protocols = {worker.address.partition("://")[0] for worker in self.workers}
-        protocols |= {"ucx"} & {one for worker in self.workers for one in worker.peers.values()}
-        return {
-            "devices": self.devices,
-            "workers": len(self.workers),
-            "threads": self.n_slots,
-            "hosts": tuple(sorted({worker.host for worker in self.workers})),
-            "processors": self.processors,
-            "protocols": tuple(sorted(protocols)),
-            "versions": versions,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        }
 
 
 def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
@@ -118,8 +99,21 @@ def inspect(client: distributed.Client, wanted: str = "auto") -> Cluster:
         devices = dict(Counter(answer["model"] for answer in gpus))
         memory = sum(answer["memory"] for answer in gpus)
         cupy = ", ".join(sorted({answer["cupy"] for answer in gpus}))
-    processors = tuple(sorted({answer["processor"] for answer in answers}))
-    return Cluster(client, device, devices, memory, tuple(workers), processors, cupy)
+    packages = hpcdask, dask, distributed, np
+    versions = {package.__name__: package.__version__ for package in packages}
+    protocols = {worker.address.partition("://")[0] for worker in workers}
+    protocols |= {"ucx"} & {one for worker in workers for one in worker.peers.values()}
+    facts = {
+        "devices": devices,
+        "workers": len(workers),
+        "threads": sum(worker.nthreads for worker in workers),
+        "hosts": tuple(sorted({worker.host for worker in workers})),
+        "processors": tuple(sorted({answer["processor"] for answer in answers})),
+        "protocols": tuple(sorted(protocols)),
+        "versions": versions | {"python": platform.python_version(), "cupy": cupy},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    return Cluster(client, device, memory, tuple(workers), facts)
 
 
 def probe(dask_worker: Any) -> dict[str, Any]:

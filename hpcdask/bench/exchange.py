@@ -93,7 +93,7 @@ def run_exchange(
         moved=len(everyone) * found.all_to_all_nbytes,
         checks=(Check("blocks that arrived wrong", blocks.n_wrong, 0, 0),),
         exchange=found,
-        **cluster.describe(),
+        **cluster.facts,
     )
     _tell(found, measured.gb_per_s)
     return measured

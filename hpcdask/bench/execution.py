@@ -77,7 +77,7 @@ def suitable(cluster: Cluster, name: str) -> int:
     """Return the size in bytes by which a workload takes seconds on a cluster."""
     of_gpu, most_on_gpus, of_thread, most = SIZES[name]
     if cluster.device == "cuda":
-        return int(min(of_gpu * sum(cluster.devices.values()), most_on_gpus))
+        return int(min(of_gpu * sum(cluster.facts["devices"].values()), most_on_gpus))
     return int(min(of_thread * cluster.n_slots, most))
 
 
@@ -93,7 +93,7 @@ def check_room(cluster: Cluster, nbytes: int, advice: str = "", *, copies: int =
 
 def announce(cluster: Cluster, chunks: tuple[tuple[int, ...], ...], **identity: Any) -> Measurement:
     """Say what is measured on an array, and return what is known of the measurement so far."""
-    draft = Measurement(shape=tuple(map(sum, chunks)), **identity, **cluster.describe())
+    draft = Measurement(shape=tuple(map(sum, chunks)), **identity, **cluster.facts)
     say(
         f"{draft.label}: {format_bytes(draft.nbytes)} {draft.dtype} on {cluster}, "
         f"{math.prod(map(len, chunks))} chunks of {' x '.join(str(max(one)) for one in chunks)}"

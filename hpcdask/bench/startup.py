@@ -61,7 +61,7 @@ def run_startup(cluster: Cluster) -> Measurement:
         workload="startup",
         seconds=(max(ready),),
         phases={phase: statistics.median(each) for phase, each in parts.items() if each},
-        **cluster.describe(),
+        **cluster.facts,
     )
 
 
