@@ -1,7 +1,6 @@
 """Time from `scale` of a SLURM cluster to the last worker, of one job each.
 
-    python benchmarks/slurm_jobs.py hpcdask JOBS
-    python benchmarks/slurm_jobs.py dask-jobqueue JOBS
+    python benchmarks/slurm_jobs.py hpcdask|dask-jobqueue JOBS
 
 The clock starts when the cluster object is there. In the environment, `JOB_KEYWORDS` are keywords
 for both, as JSON, `JOB_DEVICE` is what workers compute on, and `JOB_FOLDER` is for logs.
@@ -40,5 +39,4 @@ if __name__ == "__main__":
         start = time.perf_counter()
         cluster.scale(jobs)
         client.wait_for_workers(jobs, timeout=120)
-        line = {"seconds": time.perf_counter() - start, "correct": True}
-        print(json.dumps(line), flush=True)
+        print(json.dumps({"seconds": time.perf_counter() - start, "correct": True}), flush=True)
