@@ -82,8 +82,7 @@ def lost() -> str | None:
     from cuda.bindings import driver
 
     (code,) = driver.cuStreamQuery(0)
-    sound = (driver.CUresult.CUDA_SUCCESS, driver.CUresult.CUDA_ERROR_NOT_READY)
-    return None if code in sound else str(code.name)
+    return None if code.name in ("CUDA_SUCCESS", "CUDA_ERROR_NOT_READY") else str(code.name)
 
 
 class FirstUse(threading.Thread):

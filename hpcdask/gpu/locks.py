@@ -8,7 +8,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hpcdask.errors import DeviceError
 from hpcdask.logs import plural
@@ -73,7 +73,6 @@ def _lock(gpu: Gpu, owner: str, folder: str) -> int:
     return file
 
 
-def shared_on_purpose(environ: Mapping[str, str] | None = None) -> bool:
+def shared_on_purpose() -> bool:
     """Return whether the queue gave this job a part of a GPU, which others may use too."""
-    environ = os.environ if environ is None else environ
-    return any(name in environ for name in SHARED_ON_PURPOSE)
+    return any(name in os.environ for name in SHARED_ON_PURPOSE)

@@ -58,13 +58,6 @@ class Device:
         """Return the model, or an empty text."""
         return str(self.ask("nvmlDeviceGetName") or "")
 
-    def bus(self) -> str:
-        """Return the PCI address. Raises NVML's error of a broken GPU."""
-        import pynvml
-
-        bus: str = pynvml.nvmlDeviceGetPciInfo(self.card).busId
-        return bus
-
     def memory(self) -> Any:
         """Return total, used and free bytes; None if the memory is the host's, or not told."""
         import pynvml
@@ -123,9 +116,8 @@ def cards() -> tuple[list[list[Device]], list[DeviceError]]:
         parts: list[Device] = []
         try:
             handle = package.nvmlDeviceGetHandleByIndex(index)
-            card = Device(package.nvmlDeviceGetUUID(handle), handle, handle)
-            bus = card.bus()
-            parts = list(_parts(card))
+            bus = package.nvmlDeviceGetPciInfo(handle).busId
+            parts = list(_parts(Device(package.nvmlDeviceGetUUID(handle), handle, handle)))
         except package.NVMLError_NoPermission:
             continue
         except package.NVMLError as error:

@@ -183,9 +183,10 @@ def _nothing(report: Report, seen: list[Block]) -> str:
     """Return the longest Dask task, or the line of the program, where no rule finds anything."""
     if running := [block for block in seen if block.tasks]:
         block = max(running, key=lambda one: max(one.tasks.values()))
+        does = "computing" if block.is_busy else "waiting"
         return (
             f"Nothing is known to be wrong: Dask tasks run. The longest is {block.longest()}, "
-            f"{_does(block.is_busy)} at {place(block.frames)}"
+            f"{does} at {place(block.frames)}"
         )
     states = report.work.get("states", {})
     for name in () if "processing" in states or "waiting" in states else ("program", *HOLDERS):
@@ -193,13 +194,9 @@ def _nothing(report: Report, seen: list[Block]) -> str:
         if process and (thread := main_thread(process)):
             if name in HOLDERS and is_waiting(thread):
                 return f"No Dask task runs, and nothing is wrong here: the {name} waits for work"
-            does = _does(process.busy >= BUSY)
+            does = "computing" if process.busy >= BUSY else "waiting"
             return f"No Dask task runs: the {name} itself is at {place(thread.frames)}, {does}"
     return "Nothing is known to be wrong"
-
-
-def _does(busy: bool) -> str:
-    return "computing" if busy else "waiting"
 
 
 def _wait(count: int) -> str:

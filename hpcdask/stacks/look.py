@@ -117,10 +117,9 @@ class Report:
     problem: str = ""
 
     @property
-    def known_workers(self) -> Mapping[str, Any]:
+    def known_workers(self) -> Any:
         """Scheduler's view of each worker; empty where it does not answer."""
-        known: Mapping[str, Any] = self.work.get("workers", {})
-        return known
+        return self.work.get("workers", {})
 
 
 def find(name: str | None, base: str | None = None) -> Target:

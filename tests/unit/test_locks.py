@@ -67,9 +67,10 @@ def test_it_waits_for_an_earlier_job_to_end(tmp_path, other, monkeypatch):
     assert locks.lock_gpus(GPUS, 3, "job 10", str(tmp_path)) == GPUS
 
 
-def test_parts_of_gpus_are_shared_on_purpose():
-    assert locks.shared_on_purpose({"SLURM_SHARDS_ON_NODE": "1"})
-    assert not locks.shared_on_purpose({"SLURM_JOB_ID": "1"})
+def test_parts_of_gpus_are_shared_on_purpose(monkeypatch):
+    assert not locks.shared_on_purpose()
+    monkeypatch.setenv("SLURM_SHARDS_ON_NODE", "1")
+    assert locks.shared_on_purpose()
 
 
 @pytest.mark.parametrize(("devices", "hidden"), [([0, 1], 0), ([0], 1), ([], 2)])
