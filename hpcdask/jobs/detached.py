@@ -24,7 +24,6 @@ from hpcdask.logs import say
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, WAITING, QueueStatus
 from hpcdask.queues.registry import queue_class
-from hpcdask.security import private
 from hpcdask.spec.records import Record
 
 from .cancel import end_jobs
@@ -60,7 +59,7 @@ class ControlRecord(Record):
 
     def write(self, folder: ClusterFolder) -> None:
         """Publish the record to all processes of this user."""
-        private.write_private(str(folder.path / RECORD), json.dumps(self.to_json(), indent=2))
+        folder.write(RECORD, json.dumps(self.to_json()))
 
     @classmethod
     def read(cls, folder: ClusterFolder) -> ControlRecord | None:

@@ -126,8 +126,14 @@ class ClusterFolder:
 
     def _write(self) -> None:
         names = ("queue", "owner", "created", "ended")
-        content = {name: getattr(self, name) for name in names}
-        write_private(str(self.path / "cluster.json"), json.dumps(content, indent=2))
+        self.write("cluster.json", json.dumps({name: getattr(self, name) for name in names}))
+
+    def write(self, name: str, text: str, *, mode: int = 0o600) -> Path:
+        """Write a file that appears whole or not at all, for this user alone; return its path."""
+        path = self.path / name
+        write_private(str(path), text)
+        path.chmod(mode)
+        return path
 
     def take_over(self) -> None:
         """Make this process the one that holds the cluster."""
@@ -136,7 +142,7 @@ class ClusterFolder:
 
     def write_report(self, report: ClusterReport) -> None:
         """Publish the state of the cluster to other processes."""
-        write_private(str(self.path / "report.json"), json.dumps(report.to_json()))
+        self.write("report.json", json.dumps(report.to_json()))
 
     def report(self) -> ClusterReport:
         """Return what the cluster told last; an empty report if that cannot be read."""
@@ -151,13 +157,12 @@ class ClusterFolder:
 
     def write_script(self, text: str, group: str = "") -> None:
         """Keep the script of all submissions."""
-        write_private(str(self.script(group)), text)
-        self.script(group).chmod(0o700)
+        self.write(self.script(group).name, text, mode=0o700)
 
     def begin_submission(self, group: str = "") -> Path:
         """Note that a submission begins, until it has brought jobs; return its script."""
         # with some bytes, so that a full disk is noticed before there is a job
-        write_private(str(self.path / f"submitting-{group}"), f"{time.time()}\n")
+        self.write(f"submitting-{group}", f"{time.time()}\n")
         return self.script(group)
 
     def record(self, ids: Iterable[str], group: str = "") -> None:

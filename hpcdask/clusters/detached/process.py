@@ -29,7 +29,6 @@ from hpcdask.logs import say
 from hpcdask.process import umask
 from hpcdask.queues.base import Queue
 from hpcdask.queues.registry import queue_class
-from hpcdask.security import private
 from hpcdask.spec.parsing import parse_seconds
 from hpcdask.spec.records import Record
 
@@ -98,11 +97,8 @@ def prepare(cls: type[JobCluster], given: Mapping[str, Any]) -> tuple[ClusterFol
     )
     detached.refuse_taken(name, options.base)
     folder = ClusterFolder.create(new_name(name), cls.queue_name, options.base)
-    script = folder.path / "control.sh"
-    private.write_private(str(script), _script(folder, options, scheduler))
-    script.chmod(0o700)
-    text = json.dumps(request.to_json())
-    private.write_private(str(folder.path / detached.REQUEST), text)
+    script = folder.write("control.sh", _script(folder, options, scheduler), mode=0o700)
+    folder.write(detached.REQUEST, json.dumps(request.to_json()))
     ControlRecord(name, idle_timeout_s=idle_s, walltime_s=walltime_s).write(folder)
     return folder, functools.partial(_start, folder, script, options.queue if on_node else None)
 
@@ -162,7 +158,7 @@ async def _start(folder: ClusterFolder, script: Path, queue: Queue | None) -> No
             await asyncio.to_thread(lambda: subprocess.run(words, check=True, timeout=60, **quiet))
         else:
             (job_id,) = await queue.submit(str(script), 1)
-            private.write_private(str(folder.path / detached.JOB_ID), job_id)
+            folder.write(detached.JOB_ID, job_id)
     except BaseException as error:
         detached.mark_ended(folder, f"its scheduler could not be started: {error}")
         raise
