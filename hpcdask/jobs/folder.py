@@ -281,12 +281,11 @@ def list_clusters(base: str | os.PathLike[str] | None = None) -> list[ClusterFol
     return sorted(found, key=lambda folder: folder.created)
 
 
-def prune(base: str | os.PathLike[str] | None = None, older_than_days: float = 30) -> list[str]:
-    """Remove the folders of clusters that ended, jobs and all, so long ago; return their names."""
-    limit = time.time() - older_than_days * 86400
+def prune(base: str | os.PathLike[str] | None = None) -> list[str]:
+    """Remove the folders of clusters that ended 30 days ago or earlier; return their names."""
     removed = []
     for folder in list_clusters(base):
-        if folder.ended is not None and folder.ended < limit:
+        if folder.ended is not None and folder.ended < time.time() - 30 * 86400:
             shutil.rmtree(folder.path, ignore_errors=True)
             removed.append(folder.name)
             if (link := base_path() / folder.name).is_symlink():
