@@ -14,7 +14,6 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import WorkerState
 from tornado.ioloop import PeriodicCallback
 
-from hpcdask.errors import UsageError
 from hpcdask.logs import html_table, natural, text_table
 
 from .samples import INTERVAL_S, METRIC, READ, UNKNOWN, GpuState
@@ -74,17 +73,12 @@ def gpus(client: Client | None = None) -> Any:
 
     Raises
     ------
-    UsageError
+    ValueError
         There is no client.
     """
     from distributed import default_client
 
-    try:
-        mine = client or default_client()
-    except ValueError as error:
-        raise UsageError(
-            "hpcdask.gpus: there is no client: connect one first, or name it with client="
-        ) from error
+    mine = client or default_client()
     return mine.sync(_fetch, mine)
 
 

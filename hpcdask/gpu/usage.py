@@ -18,8 +18,6 @@ OFTEN, SELDOM = 0.1, 0.01
 HELD_BACK = {"power cap": OFTEN, "sync boost": OFTEN}
 #: Mean utilisation in percent below which a GPU was idle, and seconds before that says anything.
 IDLE, LEAST_S = 5.0, 10.0
-#: GPUs that a line names.
-NAMED = 8
 JOULES_PER_KWH = 3.6e6
 RISING = ("energy_j", "nvlink_sent", "ecc_corrected", "ecc_uncorrected")
 
@@ -124,13 +122,13 @@ def _problems(gpus: Sequence[GpuUsage]) -> Iterator[str]:
     for reason in sorted({reason for gpu in gpus for reason in gpu.held_back_s}):
         parts = {gpu.label: gpu.held_back_s[reason] / (gpu.seconds or 1) for gpu in gpus}
         if often := [label for label in parts if parts[label] >= HELD_BACK.get(reason, SELDOM)]:
-            most, names = f"{100 * max(parts.values()):.0f} %", some(often, NAMED)
+            most, names = f"{100 * max(parts.values()):.0f} %", some(often)
             yield f"clocks were held back by {reason}, up to {most} of the time: {names}"
     for kind in ("uncorrected", "corrected"):
         errors = {gpu.label: n for gpu in gpus if (n := int(gpu.rises.get(f"ecc_{kind}", 0)))}
         if errors:
             count = plural(sum(errors.values()), f"{kind} ECC error")
-            yield f"{count} of memory: {some(errors, NAMED)}"
+            yield f"{count} of memory: {some(errors)}"
     known = [gpu for gpu in gpus if gpu.seconds >= LEAST_S and gpu.busy_s is not None]
     if idle := [gpu.label for gpu in known if 100 * (gpu.busy_s or 0) < IDLE * gpu.seconds]:
-        yield f"idle, with a mean utilisation below {IDLE:.0f} %: {some(idle, NAMED)}"
+        yield f"idle, with a mean utilisation below {IDLE:.0f} %: {some(idle)}"
