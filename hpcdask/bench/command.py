@@ -136,13 +136,21 @@ def workload(name: str, *options: Decorator) -> Decorator:
     def decorate(function: Callable[..., Runs]) -> Callable[..., Any]:
         @functools.wraps(function)
         def command(**given: Any) -> int:
+            if more := click.get_current_context().args:
+                raise UsageError(
+                    f"hpcdask bench measures one workload: run hpcdask bench {name}, then hpcdask "
+                    f"bench {more[0]}, or hpcdask bench all"
+                )
             common = ("device", "scheduler_file", "json_file", "report_file")
             how = {name: given.pop(name) for name in common}
+            files = [how[name].resolve() for name in common[2:] if how[name]]
+            if len(files) > len(set(files)):
+                raise UsageError(f"--json and --report are both {files[0]}: name two files")
             return execute(function(**given), leave_out=name == "all", **how)
 
         for option in reversed((*options, *COMMON)):
             command = option(command)
-        return bench.command(name)(command)
+        return bench.command(name, context_settings={"allow_extra_args": True})(command)
 
     return decorate
 

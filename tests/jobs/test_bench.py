@@ -329,6 +329,8 @@ def test_zarr_that_was_made_is_read_again(client, capsys, tmp_path):
         (["array", "--report", "no/r.html"], "cannot be written"),
         (["array", "--json", "/no/x.json"], "'--json': '/no/x.json' cannot be written"),
         (["array", "--json", "/"], "'--json': '/' cannot be written"),
+        (["array", "svd"], "run hpcdask bench array, then hpcdask bench svd, or"),
+        (["array", "--json", "x.html", "--report", "./x.html"], "--json and --report are both"),
         (["--size", "1MB", "array"], "comes after the workload: hpcdask bench array --size …"),
     ],
 )
