@@ -150,7 +150,8 @@ def _merge_arrays(rows: Iterable[Row]) -> Iterable[Row]:
 
 
 def _owner(cluster: ClusterRecord) -> str:
-    if _is_batch(cluster.name):
+    # a cluster's name has no second dash
+    if cluster.name.startswith(BATCH) and "-" in cluster.name.removeprefix(BATCH):
         return "hpcdask submit"
     if cluster.folder is None:
         return "its folder is not here"
@@ -158,11 +159,6 @@ def _owner(cluster: ClusterRecord) -> str:
     what, owner = holder(cluster.folder), cluster.folder.owner
     what = "notebook, process" if what == NOTEBOOK else what
     return f"{what} {owner.pid} on {owner.host}{how}"
-
-
-def _is_batch(name: str) -> bool:
-    """Return whether this is a job of hpcdask submit: a cluster's name has no second dash."""
-    return name.startswith(BATCH) and "-" in name.removeprefix(BATCH)
 
 
 def _ask_there(cluster: ClusterRecord, command: str) -> str:
