@@ -48,9 +48,9 @@ LAST_PART = 0.05
 ATTEMPT_S = 60.0
 #: Seconds that a cancelled job gets to end before it is cancelled again.
 LEAVE_S = 15.0
-#: Seconds that jobs get to end by themselves when their scheduler closes; seconds between two
-#: requests to cancel them; seconds until all must be gone.
-END_S, REPEAT_S, CLOSE_S = 3.0, 10.0, 60.0
+#: Seconds that jobs get to end by themselves when their scheduler closes, and until all must be
+#: gone.
+END_S, CLOSE_S = 3.0, 60.0
 
 
 @dataclass(eq=False)
@@ -465,7 +465,7 @@ class Controller:
             try:
                 if due := [job_id for job_id in ids if due_s.get(job_id, 0.0) <= passed_s]:
                     await self.queue.cancel(due)
-                    due_s |= dict.fromkeys(due, passed_s + REPEAT_S)
+                    due_s |= dict.fromkeys(due, passed_s + LEAVE_S)
                     for group in self.groups.values():
                         group.mark(group.jobs.keys() & due, cancelled=True)
                 self.observe(await self.ask(ids))
