@@ -142,10 +142,7 @@ def _parse_qstat(text: str) -> dict[str, QueueStatus]:
 def _state(letters: str, number: str) -> tuple[JobState, str]:
     if "q" in letters or "w" in letters:
         if "E" in letters:
-            return (
-                JobState.PENDING,
-                f"error state {letters}: qacct -j {number}, then qdel",
-            )
+            return JobState.PENDING, f"error state {letters}: qacct -j {number}, then qdel"
         held = "held" if "h" in letters else ""
         return (JobState.REQUEUED if "R" in letters else JobState.PENDING), held
     if "r" in letters or "t" in letters or "d" in letters:
