@@ -99,8 +99,7 @@ def first_number(pattern: re.Pattern[str], values: Iterable[str]) -> int | None:
 def walltime_text(value: Any) -> str:
     """Return a walltime as text.
 
-    Raises UsageError for a number: 7200 is what YAML makes of 02:00:00, and SLURM takes it as
-    minutes.
+    Raises UsageError for a number: YAML makes 7200 of 02:00:00, which SLURM takes as minutes.
     """
     if isinstance(value, int | float):
         raise UsageError(

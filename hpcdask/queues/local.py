@@ -51,13 +51,17 @@ _numbers = itertools.count()
 
 @dataclass
 class Entry:
-    """Job that this process submitted; its `leader` is the process of ``timeout``."""
+    """Job that this process submitted; its `leader` is the process of ``timeout``.
+
+    `exited` is when the leader was seen to have ended, by the monotonic clock.
+    """
 
     status: QueueStatus
     script: str
     asked: Request
     leader: subprocess.Popen[bytes] | None = None
     cancelled: bool = False
+    exited: float = 0.0
 
     def note(self, state: JobState, reason: str = "", **facts: Any) -> None:
         """Change the status."""
@@ -147,15 +151,17 @@ class LocalQueue(Queue):
                 self._advance(live)
 
     def _advance(self, live: Collection[Entry]) -> None:
-        """Note what has ended, and kill what it has left; start what can start."""
+        """Note what has ended, kill what has not 5 s after its leader, start what can start."""
         codes = {one.status.id: one.leader.poll() for one in live if one.leader}
-        exited = {job: code for job, code in codes.items() if code is not None}
-        found = _living() if exited else {}
-        for job, code in exited.items():
-            if job in found:
+        exits = {job: code for job, code in codes.items() if code is not None}
+        found, now = _living() if exits else {}, time.monotonic()
+        for job, code in exits.items():
+            entry = self._entries[job]
+            entry.exited = entry.exited or now
+            if job not in found:
+                self._settle(entry, code)
+            elif now > entry.exited + KILL_WAIT_S:  # a worker's janitor has cleaned up by then
                 _send(found[job][1], signal.SIGKILL)
-            else:
-                self._settle(self._entries[job], code)
         if waiting := [entry for entry in live if not entry.leader]:
             self._start(waiting)
 
