@@ -130,7 +130,8 @@ def check(asked: BatchRequest, launch: RunRequest) -> None:
         raise UsageError(
             f"--groups {' '.join(launch.spec.groups)} is for {wanted} ranks per node, and hpcdask "
             f"submit starts {asked.ranks}, one per GPU. Add --groups to the last line of the "
-            f"script that --dry-run prints, and start {wanted} ranks per node there"
+            f"script that --dry-run prints, and start {wanted} ranks per node there, with SLURM by "
+            f"--ntasks-per-node={wanted}"
         )
     ports, ucx = launch.spec.configured().port_range, launch.spec.protocol == "ucx"
     check_size(ports, asked.ranks, ucx=ucx, more=PER_SCHEDULER, where="on the first node")
