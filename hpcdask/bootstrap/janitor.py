@@ -6,12 +6,15 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 
 from hpcdask import process
 from hpcdask.security import private
 
 #: Seconds after which the janitor leaves a process that does not die (hung driver, file system).
 KILL_DEADLINE_S = 30.0
+#: The same where a process does this at its own end.
+FINISH_DEADLINE_S = 5.0
 
 
 class Janitor:
@@ -20,24 +23,32 @@ class Janitor:
     def __init__(self, marker: str) -> None:
         """Fork the janitor. Call it before heavy imports and before any thread."""
         read_end, self._pipe = os.pipe()
-        parent, owner = os.getpid(), process.owner_text()
+        self._known = marker, os.getsid(0), process.owner_text()
+        self._paths: list[str] = []
+        parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 os.close(self._pipe)
-                _watch(parent, owner, read_end, marker)
+                paths = _wait_for_end(read_end)
+                _clean(paths, parent, *self._known, KILL_DEADLINE_S)
             finally:
                 os._exit(0)
         os.close(read_end)
 
     def remove_at_end(self, path: str) -> None:
         """Remove a file once this process is gone, and a folder once its descendants are."""
+        self._paths.append(path)
         with contextlib.suppress(OSError):  # somebody has killed the janitor: the run goes on
             os.write(self._pipe, os.fsencode(path) + b"\0")
 
+    def finish(self) -> None:
+        """Do its work, before the end of this process: SLURM then ends the janitor too."""
+        _clean(self._paths, self.pid, *self._known, FINISH_DEADLINE_S)
 
-def _watch(parent: int, owner: str, pipe: int, marker: str) -> None:
-    session = os.getsid(0)
+
+def _wait_for_end(pipe: int) -> list[str]:
+    """Wait until the process is gone whose janitor this is; return the paths to remove."""
     os.setsid()
     for number in process.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -48,12 +59,18 @@ def _watch(parent: int, owner: str, pipe: int, marker: str) -> None:
     received = b""
     while chunk := os.read(pipe, 65536):
         received += chunk
-    paths = [os.fsdecode(name) for name in received.split(b"\0")[:-1]]
+    return [os.fsdecode(name) for name in received.split(b"\0")[:-1]]
+
+
+def _clean(
+    paths: Sequence[str], besides: int, marker: str, session: int, owner: str, deadline_s: float
+) -> None:
+    """Kill what is left of a rank, and remove its files and folders."""
     for path in paths:
         if not os.path.isdir(path) or os.path.islink(path):  # another cluster may take its name
             private.remove(path)
-    deadline = time.monotonic() + KILL_DEADLINE_S
-    while time.monotonic() < deadline and (victims := marked_processes(marker, session, parent)):
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline and (victims := marked_processes(marker, session, besides)):
         for victim in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)

@@ -58,8 +58,8 @@ class Supervisor:
         # of the fork server's socket, whose path has 107 characters at most
         base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= SHORT_PATH else "/tmp"
         announce = self.janitor.remove_at_end
-        self._folder = private.make_owned_folder(base, process.owner_text(), announce)
-        _start_fork_server({**for_workers(os.environ, marker), **variables}, self._folder)
+        folder = private.make_owned_folder(base, process.owner_text(), announce)
+        _start_fork_server({**for_workers(os.environ, marker), **variables}, folder)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def run(self, work: str, *args: Any, abort: Callable[[int], None] | None = None) -> NoReturn:
@@ -204,8 +204,8 @@ class Supervisor:
         if self._program is not None:
             with contextlib.suppress(OSError):
                 self._program.kill()
-        private.remove(self._folder, process.owner_text())
-        if self._aborts and self._abort:  # SLURM ends the janitor, too
+        self.janitor.finish()
+        if self._aborts and self._abort:
             self._abort(code)
         process.leave(code)
 

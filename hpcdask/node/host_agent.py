@@ -29,7 +29,7 @@ from hpcdask.gpu.devices import Gpu, visible_gpus
 from hpcdask.gpu.driver import answer_deadline_s, cuda_extra, has_nvidia_driver
 from hpcdask.logs import complain, set_log_level
 from hpcdask.process import leave, owner_text
-from hpcdask.security import ports, private
+from hpcdask.security import ports
 from hpcdask.security.credentials import check_configuration
 from hpcdask.spec.records import Record
 from hpcdask.spec.specs import WorkerSpec
@@ -103,7 +103,6 @@ class HostAgent:
 
     def leave(self, code: int) -> NoReturn:
         """End this process now, whatever its threads wait for; the rank's own process follows."""
-        private.remove(self.scratch, self.owner)
         self.tell(orders.Leaving(code))
         leave(code)
 

@@ -286,6 +286,25 @@ def test_a_signal_while_there_is_no_scheduler(site):
     end_of_one(job, 143, "SIGTERM")
 
 
+SPILLS = """
+import os, time
+def dask_setup(worker):
+    if os.fork() == 0:
+        while True:
+            os.makedirs(os.path.join(worker.local_directory, "spilled"), exist_ok=True)
+            time.sleep(0.001)
+"""
+
+
+def test_what_outlives_the_workers_leaves_no_scratch_folder(site, client):
+    """Regression: the folder was removed before such a process, which made it again."""
+    preload = site.folder / "spills.py"
+    preload.write_text(SPILLS)
+    job = start_one(site, client, "1", "--preload", str(preload))
+    job.signal(signal.SIGTERM)
+    end_of_one(job, 143, "SIGTERM")
+
+
 # Lost workers and jobs
 
 
