@@ -19,7 +19,7 @@ from hpcdask.bootstrap.supervisor import Supervisor
 from hpcdask.errors import UsageError
 from hpcdask.logs import complain
 from hpcdask.node.preload import variables
-from hpcdask.queues.environment import job_id
+from hpcdask.queues.registry import job_id
 from hpcdask.spec.argv import make_command, options, read
 from hpcdask.spec.specs import JobSpec, WorkerSpec
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpcdask.process import process_start, process_status
-from hpcdask.queues.environment import job_id
+from hpcdask.queues.registry import job_id
 
 #: Set by `hpcdask.Runner` for the process that it starts: the rank that its own MPI found.
 GIVEN = "HPCDASK_RANK"

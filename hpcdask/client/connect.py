@@ -13,7 +13,7 @@ import dask.config
 
 from hpcdask.errors import SchedulerFileError
 from hpcdask.process import make_observable
-from hpcdask.queues.environment import job_id
+from hpcdask.queues.registry import job_id
 from hpcdask.security.credentials import load_credentials, to_security
 
 from .defaults import for_devices, prompt_clients, suit_devices, suit_hosts

@@ -13,8 +13,7 @@ from typing import Any
 import dask.config
 
 from hpcdask.errors import UsageError
-from hpcdask.queues.environment import job_id
-from hpcdask.queues.registry import systems
+from hpcdask.queues.registry import job_id, systems
 from hpcdask.security.credentials import check_configuration
 from hpcdask.upstream.configuration import sources, unreadable
 

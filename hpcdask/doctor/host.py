@@ -20,7 +20,7 @@ from dask.utils import format_bytes
 from hpcdask.bootstrap import resources
 from hpcdask.logs import plural, spans
 from hpcdask.node.scratch import KEY, base_folder, configured_source
-from hpcdask.queues.environment import how_to_request, job_id, title_and_request
+from hpcdask.queues.registry import how_to_request, job_id, title_and_request
 from hpcdask.spec.records import Record
 
 from .report import Finding, Status, slow

@@ -18,9 +18,13 @@ from hpcdask.errors import ClusterError, DeviceError, HpcdaskError, UsageError, 
 from hpcdask.gpu import locks
 from hpcdask.gpu.devices import Gpu
 from hpcdask.logs import complain, plural, say
-from hpcdask.queues import environment
-from hpcdask.queues.environment import job_id
-from hpcdask.queues.registry import queue_class, system_of_job
+from hpcdask.queues.registry import (
+    how_to_request,
+    is_job_of_queue,
+    job_id,
+    queue_class,
+    system_of_job,
+)
 from hpcdask.security.credentials import load_credentials, to_security
 from hpcdask.spec.specs import JobSpec
 from hpcdask.upstream import distributed as upstream
@@ -61,7 +65,7 @@ async def work(agent: HostAgent, asked: JobSpec) -> int:
 def refuse_nodes(job: str) -> None:
     """Raise UsageError in a job of several nodes on whose others nothing starts workers."""
     system = system_of_job()
-    if system is None or not environment.is_job_of_queue(job):
+    if system is None or not is_job_of_queue(job):
         return
     if (nodes := queue_class(system).node_count(os.environ)) > 1:
         raise UsageError(
@@ -168,7 +172,7 @@ class JobAgent:
         if len(found.gpus) < wanted:
             seen = f"only {plural(len(found.gpus), 'GPU')}" if found.gpus else "no GPU"
             raise DeviceError(
-                f"{plural(wanted, 'worker')} and {seen} here. {environment.how_to_request(job)}"
+                f"{plural(wanted, 'worker')} and {seen} here. {how_to_request(job)}"
                 f"A cluster of jobs requests them with gpus_per_job or gpu_request. To compute on "
                 f'the CPU: device="cpu", or --device cpu'
             )

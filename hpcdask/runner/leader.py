@@ -24,7 +24,7 @@ from hpcdask.logs import complain, plural, say
 from hpcdask.node.host_agent import CLOSE_DEADLINE_S, HURRIED_S, HostAgent
 from hpcdask.node.placement import Inventory, WorkerPlacement
 from hpcdask.process import TERM_DEADLINE_S, process_status, seconds_since_start
-from hpcdask.queues.environment import job_id
+from hpcdask.queues.registry import job_id
 from hpcdask.security.credentials import Credentials, create_credentials, to_security
 from hpcdask.spec.specs import RunSpec
 

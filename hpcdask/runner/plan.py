@@ -22,7 +22,7 @@ from hpcdask.node.placement import (
     place_workers,
     slow_parts,
 )
-from hpcdask.queues.environment import how_to_request
+from hpcdask.queues.registry import how_to_request
 from hpcdask.security.ports import PER_SCHEDULER, check_size
 from hpcdask.spec.specs import RunSpec
 

@@ -17,8 +17,7 @@ from hpcdask.errors import SchedulerFileError
 from hpcdask.jobs import runs
 from hpcdask.node.host_agent import HostAgent
 from hpcdask.process import owner_text
-from hpcdask.queues.environment import job_id
-from hpcdask.queues.registry import system_of_job
+from hpcdask.queues.registry import job_id, system_of_job
 from hpcdask.security import private
 from hpcdask.security.credentials import Credentials
 

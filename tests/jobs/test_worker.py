@@ -22,7 +22,7 @@ from distributed import Client, LocalCluster, wait
 from hpcdask import worker as job_options
 from hpcdask.errors import ClusterError, UsageError
 from hpcdask.node import job_agent
-from hpcdask.queues import environment
+from hpcdask.queues import registry
 from hpcdask.queues.registry import systems
 from hpcdask.security import private
 from hpcdask.security.credentials import (
@@ -458,7 +458,7 @@ def test_only_slurm_starts_a_job_on_several_nodes(site, tmp_path):
 def of_jobs() -> set[str]:
     """Return the variables by which queueing systems name their jobs."""
     named = {name for system in systems().values() for name in (system.job, system.number)}
-    return {*environment.FLUX, *named} - {""}
+    return {*registry.FLUX, *named} - {""}
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ import asyncio, inspect, os
 import dask
 
 import hpcdask
-from hpcdask.queues.environment import how_to_request, job_id
+from hpcdask.queues.registry import how_to_request, job_id
 from hpcdask.queues.registry import queue_class
 
 queue = queue_class("toy")()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdask.bootstrap.ranks import detect
-from hpcdask.queues.environment import job_id
+from hpcdask.queues.registry import job_id
 
 
 def recorded(text: str) -> dict[str, str]:
