@@ -58,7 +58,7 @@ async def measure(jobs: int, place: Path) -> Costs:
     """Submit, query, survey, let workers come, shrink, and end."""
     cluster, costs = f"scale-{os.getpid()}", {"jobs": float(jobs)}
     folder = ClusterFolder.create(cluster, "local", base=place)
-    asked = {"tag": f"hpcdask:{cluster}", "gpus": 1, "folder": str(place)}
+    asked = {"name": "scale", "tag": f"hpcdask:{cluster}", "gpus": 1, "folder": str(place)}
     folder.write_script(f"#!/bin/bash\n{DIRECTIVE}{json.dumps(asked)}\ntrue\n")
     keywords = {"device": "cpu", "scheduler_options": {"dashboard_address": "127.0.0.1:0"}}
     options = ClusterOptions.read(hpcdask.LocalCUDAJobCluster, keywords)
