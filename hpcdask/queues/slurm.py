@@ -80,6 +80,7 @@ LOST_ANSWER = re.compile(
 LASTING = re.compile(
     r"(Partition|QOS|Assoc|Account|Invalid|BadConstraints|JobHeld|ReservationDeleted)"
     r"|(Max\w+Per|DependencyNeverSatisfied|ReqNodeNotAvail|Nodes required for job are DOWN)"
+    r"|job[ _]requeued[ _]in[ _]held[ _]state"
 )
 #: Reasons of jobs that SLURM could not start; it writes them with spaces or underscores.
 STUCK = re.compile("launch[ _]failed[ _]requeued[ _]held|JobHoldMaxRequeue")
@@ -88,7 +89,7 @@ ADVICE = (
     (r"invalid partition", "Partitions: sinfo -s"),  # whose name may be that of an account
     (r"accounting/QOS policy|invalid qos|QOS\w*Limit", "Limits: sacctmgr show qos"),
     (r"^Assoc", "Limits: sacctmgr show assoc user=$USER"),
-    (r"JobHeld", "Release them: scontrol release JOB"),
+    (r"JobHeld|held[ _]state", "Release them: scontrol release JOB"),
     (r"NotAvail|DRAINED", "Nodes: sinfo -R"),
     (r"PartitionConfig|PartitionNodeLimit", 'What partitions have: sinfo -o "%P %D %c %m %G %l"'),
     (r"account", "Accounts: sacctmgr show assoc user=$USER format=account,partition,qos"),

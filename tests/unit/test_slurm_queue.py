@@ -321,3 +321,9 @@ def test_limit(monkeypatch, config, limit):
     queue = SlurmQueue()
     assert [asyncio.run(queue.limit()) for _ in range(2)] == [limit, limit]
     assert calls == [("scontrol", "show", "config")]
+
+
+@pytest.mark.parametrize("reason", ["JobHeldUser", "job requeued in held state"])
+def test_who_waits_for_held_jobs_is_told_how_to_release_them(reason: str):
+    """Regression: nobody was told of a job that `scontrol requeuehold` had put back."""
+    assert SlurmQueue.lasting(reason) == "Release them: scontrol release JOB"
