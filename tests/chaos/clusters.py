@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -146,7 +147,9 @@ class Notebook:
         if event.fault == "node":
             node = self.site.nodes[index % len(self.site.nodes)]
             self._scontrol("update", f"nodename={node}", f"state={who}", "reason=chaos")
-            return f"{event} {node}", self._until_done("update", f"nodename={node}", "state=resume")
+            return f"{event} {node}", partial(
+                self._scontrol, "update", f"nodename={node}", "state=resume"
+            )
         if event.fault == "job":
             return self._strike_job(event, who, index)
         found = self._processes(who)
@@ -161,10 +164,6 @@ class Notebook:
             done = self.site.run("scontrol", *words, check=False, timeout=20)
             return not re.search("contact|timed out|authenticat|munge", done.stderr, re.I)
         return False
-
-    def _until_done(self, *words: str) -> Undo:
-        """Return what takes a fault back, though another one may keep slurmctld from answering."""
-        return lambda: wait_for(lambda: self._scontrol(*words), GONE_S, " ".join(words))
 
     def _processes(self, who: str) -> list[psutil.Process]:
         """Workers, or all processes of jobs, in the order of their ids."""
@@ -213,7 +212,7 @@ class Notebook:
             self._scontrol("hold", job)  # where it was pending
         else:
             self._scontrol(how, job)
-        return f"{event}: {job}", self._until_done(back, job) if back else None
+        return f"{event}: {job}", partial(self._scontrol, back, job) if back else None
 
     # What must hold
 

@@ -83,7 +83,8 @@ class Player:
         for entry in list(self._undo):
             if all_of_them or entry[0] <= time.monotonic():
                 self._undo.remove(entry)
-                entry[1]()
+                if entry[1]() is False:  # another fault keeps from it
+                    self._undo.append((time.monotonic() + 1, entry[1]))
 
     def finish(self) -> None:
         """Wait for the end, and take all back."""
