@@ -15,13 +15,15 @@ from distributed.objects import SchedulerInfo
 
 from hpcdask.client.defaults import suiting_devices
 from hpcdask.clusters.base import BaseCluster
+from hpcdask.clusters.classes import class_of
 from hpcdask.clusters.cluster import JobCluster
 from hpcdask.clusters.display import JobTable
-from hpcdask.errors import HpcdaskError, NoAnswer, UsageError, root_cause
+from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, UsageError, root_cause
 from hpcdask.gpu.monitor import GpuTable
 from hpcdask.jobs import detached
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.logs import say
+from hpcdask.queues.registry import systems
 from hpcdask.security.credentials import load_credentials, to_security
 from hpcdask.spec.parsing import parse_seconds
 
@@ -249,6 +251,8 @@ def attach(
     folder: str | None = None,
     timeout: float = START_TIMEOUT_S,
     asynchronous: bool = False,
+    system: str | None = None,
+    **keywords: Any,
 ) -> AttachedCluster:
     """Attach to a detached cluster, which this or another notebook of yours has made.
 
@@ -262,6 +266,10 @@ def attach(
         Seconds to wait for a scheduler's job that is still in the queue.
     asynchronous
         Use it with ``async with``.
+    system
+        Queueing system, such as ``"slurm"``, for a cluster that is made if it does not run.
+    **keywords
+        Those of the system's cluster class, for a cluster that is made.
 
     Returns
     -------
@@ -274,4 +282,14 @@ def attach(
         You have no detached cluster of this name, or it has ended, or its scheduler still waits in
         the queue; it does not answer.
     """
-    return AttachedCluster(detached.find(name, folder), timeout=timeout, asynchronous=asynchronous)
+    if system not in (None, *systems()):
+        raise UsageError(f"system={system!r} is not one of {', '.join(systems())}")
+    try:
+        found = detached.find(name, folder)
+        if found.ended is None or system is None:
+            return AttachedCluster(found, timeout=timeout, asynchronous=asynchronous)
+    except (UsageError, ClusterError):
+        if system is None:
+            raise
+    made: Any = class_of(system)(name=name, detached=True, asynchronous=asynchronous, **keywords)
+    return made  # type: ignore[no-any-return]
