@@ -21,6 +21,9 @@ from hpcdask.errors import HpcdaskError, QueueError
 
 from .folder import ClusterFolder
 
+#: Seconds to start, where imports from a shared file system may be slow; seconds to end.
+START_S, DISMISS_S = 60.0, 10.0
+
 
 def start_watchdog(folder: ClusterFolder) -> subprocess.Popen[bytes]:
     """Start the watchdog of a cluster, and wait until it watches.
@@ -44,15 +47,20 @@ def start_watchdog(folder: ClusterFolder) -> subprocess.Popen[bytes]:
             ) from None
     assert process.stdout is not None
     with process.stdout as ready:
-        if not ready.read(1):
+        if not select.select([ready], [], [], START_S)[0] or not ready.read(1):
+            process.kill()
             process.communicate()
-            raise QueueError(f"{what} has failed. See {path}")
+            raise QueueError(f"{what} has failed, or takes more than {START_S:g} s. See {path}")
     return process
 
 
 def dismiss(process: subprocess.Popen[bytes]) -> None:
     """End a watchdog: its cluster has closed, and its jobs are gone."""
-    process.communicate(b".")
+    try:
+        process.communicate(b".", DISMISS_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def main() -> None:

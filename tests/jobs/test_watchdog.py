@@ -119,7 +119,7 @@ def test_a_watchdog_that_does_not_start_is_an_error(tmp_path):
     folder = ClusterFolder.create("ab-1", "local", tmp_path)
     (folder.path / "cluster.json").unlink()
     before = set(psutil.Process().children())  # multiprocessing's resource tracker may live
-    with pytest.raises(QueueError, match=r"watchdog, .* has failed. See .*watchdog\.log"):
+    with pytest.raises(QueueError, match=r"watchdog, .* has failed, .*See .*watchdog\.log"):
         watchdog.start_watchdog(folder)
     assert "is not the folder of a cluster" in (folder.path / "watchdog.log").read_text()
     assert not [child for child in set(psutil.Process().children()) - before if alive(child)]
@@ -203,3 +203,13 @@ def test_only_jobs_with_the_clusters_tag_are_cancelled(end_all):
     jobs = Jobs({**ours("7"), **others, "9": "hpcdask:ab-1.gpu"}, others)
     end_all(jobs)
     assert jobs.cancelled == [["7", "9"]]
+
+
+def test_a_watchdog_that_hangs_keeps_no_cluster_from_its_end(tmp_path, monkeypatch):
+    """Regression: `close` waited for it for ever."""
+    folder = ClusterFolder.create("mine-1", "local", base=tmp_path)
+    process = watchdog.start_watchdog(folder)
+    process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(watchdog, "DISMISS_S", 0.1)
+    watchdog.dismiss(process)
+    assert process.returncode == -signal.SIGKILL
