@@ -427,7 +427,7 @@ class JobCluster(BaseCluster):
         say(line)
 
     def _transport(self) -> str:
-        return transport_of(self.scheduler, on_device=bool(self.gpus()))
+        return transport_of(self.scheduler)
 
 
 @atexit.register

@@ -283,7 +283,7 @@ class PeerWorker(Worker):
         except Exception as error:
             return asdict(replace(link, problem=root_cause(error)))
         rate, theirs = count / min(seconds for seconds, _ in timed), timed[-1][1]
-        cuda_ipc = self._mappings.shared_with(theirs) if same else None
+        cuda_ipc = self._mappings.shared_with(theirs) if same and self.on_device else None
         transport = self.peer_transports.get(source, "tcp")
         return asdict(replace(link, transport=transport, rate=rate, cuda_ipc=cuda_ipc))
 

@@ -28,7 +28,7 @@ class LinkTest:
     """Result of a worker's first fetch from another.
 
     ``rate`` is in bytes per second; ``cuda_ipc`` tells whether UCX maps device memory, None if
-    unknown; ``unknown_ucx`` is a version whose mappings hpcdask cannot release.
+    unknown or on the CPU; ``unknown_ucx`` is a version whose mappings hpcdask cannot release.
     """
 
     to: str
@@ -49,12 +49,12 @@ class WarmupReport:
     warnings: tuple[str, ...]
 
 
-def evaluate(links: Sequence[LinkTest], *, on_device: bool) -> WarmupReport:
+def evaluate(links: Sequence[LinkTest]) -> WarmupReport:
     """Return which transport workers use and whether it is the fast one, by some or all links."""
     sound = [link for link in links if not link.problem]
     ucx = [link for link in sound if link.transport == "ucx"]
     near = [link for link in ucx if link.same_host]
-    without = [link for link in near if on_device and link.cuda_ipc is False]
+    without = [link for link in near if link.cuda_ipc is False]
     broken = [link for link in links if link.problem]
     slow = [link for link in sound if link.transport == "tcp"]
     warnings = (
@@ -76,13 +76,13 @@ def evaluate(links: Sequence[LinkTest], *, on_device: bool) -> WarmupReport:
     if not ucx:
         return WarmupReport("no data over ucx", warnings)
     line = f"ucx between {plural(len({frozenset((link.to, link.source)) for link in ucx}), 'pair')}"
-    ipc = on_device and near and all(link.cuda_ipc for link in near)
+    ipc = near and all(link.cuda_ipc for link in near)
     line += f" of workers{', CUDA IPC is active' if ipc else ''}"
     least = min(link.rate for link in ucx) / 1e9
     return WarmupReport(f"{line} ({least:.3g} GB/s or more)", warnings)
 
 
-def transport_of(scheduler: Scheduler | None, *, on_device: bool) -> str:
+def transport_of(scheduler: Scheduler | None) -> str:
     """Return how the workers exchange and the first warning; empty while two are not warm."""
     if scheduler is None:
         return ""
@@ -91,7 +91,7 @@ def transport_of(scheduler: Scheduler | None, *, on_device: bool) -> str:
     links = [LinkTest(**link) for event in events for link in event["links"]]
     links = [link for link in links if {link.to, link.source} <= names]
     if links:
-        found = evaluate(links, on_device=on_device)
+        found = evaluate(links)
         return "; ".join((found.line, *found.warnings[:1]))
     return "tcp between workers" if len(events) > 1 else ""
 

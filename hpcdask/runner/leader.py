@@ -321,7 +321,7 @@ class Leader:
             return
         tests, self.links = [one for links in self.links.values() for one in links], None
         if tests:
-            report = evaluate(tests, on_device=self.on_device)
+            report = evaluate(tests)
             say(f"warm in {seconds_since_start():.2f} s: {report.line}")
             for warning in report.warnings:
                 say(f"warning: {warning}")

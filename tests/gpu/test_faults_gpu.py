@@ -72,7 +72,7 @@ def note():
     result["free"].append(free_memory(client))
 
 note()
-for turn in range(5):
+for turn in range(3):
     pids = sorted((name, pid) for name, pid in client.run(
         lambda dask_worker: (dask_worker.name, os.getpid())).values())
     victim = pids[turn % count][1]
@@ -106,8 +106,8 @@ def test_workers_that_are_killed_restarted_or_lose_their_context_come_back(gpus:
     done = launch(count, *options, program=FAULTS, words=[str(count)], timeout=280)
     print(done.err)
     found = json.loads(done.out.splitlines()[-1])
-    assert found["right"] == [True] * 9
-    assert found["mapped"] == [True] * 9, "data did not go over NVLink again"
+    assert found["right"] == [True] * 7
+    assert found["mapped"] == [True] * 7, "data did not go over NVLink again"
     first = found["free"][0]
     for later in found["free"][1:]:
         for name, free in later.items():

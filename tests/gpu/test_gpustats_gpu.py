@@ -46,12 +46,14 @@ def work(seconds):
         cupy.cuda.Device().synchronize()
 
 workers = list(client.scheduler_info(n_workers=-1)["workers"])
-futures = [client.submit(work, 15, workers=[one], pure=False) for one in workers]
+futures = [client.submit(work, 8, workers=[one], pure=False) for one in workers]
 deadline = time.monotonic() + 60
-while not hpcdask.gpus(client) and time.monotonic() < deadline:
+busy = table = ()
+while len(busy) < len(workers):
+    assert time.monotonic() < deadline, table
     time.sleep(0.2)
-time.sleep(5)
-table = hpcdask.gpus(client)
+    table = hpcdask.gpus(client)
+    busy = [one for one in table if one.utilisation is None or one.utilisation > 50]
 client.gather(futures)
 print(json.dumps({
     "states": [one.to_json() for one in table], "text": repr(table),
@@ -97,8 +99,6 @@ def test_a_run_shows_its_gpus_and_sums_them_up(gpus: list[Gpu]) -> None:
     for state in found["states"]:
         if state["pool"] is not None and state["memory_used"] is not None:
             assert 0 < state["pool"] <= state["memory_used"] + 2**30
-    busy = [one["utilisation"] for one in found["states"]]
-    assert all(one is None or one > 50 for one in busy), busy
     (line,) = (line for line in done.err.splitlines() if "hpcdask: GPUs: " in line)
     assert f"{len(gpus)} x {gpus[0].name}" in line
     if gpus[0].uuid.startswith("GPU-"):
@@ -109,7 +109,7 @@ def test_a_run_shows_its_gpus_and_sums_them_up(gpus: list[Gpu]) -> None:
         )
         assert shown, line
         hours, utilisation, energy = map(float, shown.groups())
-        assert 15 / 3600 * len(gpus) < hours < 240 / 3600 * len(gpus)
+        assert 4 / 3600 * len(gpus) < hours < 240 / 3600 * len(gpus)
         assert utilisation > 30
         assert 0 < energy < 1.5 * hours, "less than 1.5 kW for each"
     assert done.err.index("ready in") < done.err.index("hpcdask: GPUs: ")

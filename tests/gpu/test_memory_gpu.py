@@ -110,6 +110,8 @@ print("held", flush=True)
 sys.stdin.read()
 """
 
+WORKED = "from distributed import Client; Client(); print('worked')"
+
 Run = Callable[..., Any]
 
 
@@ -204,9 +206,9 @@ def test_what_another_process_left_on_the_device_is_told_at_start(run: Run, gpu:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         env = {"CUDA_VISIBLE_DEVICES": gpu.uuid}
-        done = launch(0, program="print('started')", env=env, code=None)
+        done = launch(0, program=WORKED, env=env, code=None)
         holder.communicate(timeout=30)
-    assert "started" not in done.out
+    assert "worked" not in done.out
     for words in ("no room for an RMM pool of", gpu.uuid, "are free", "--rmm-pool-size"):
         assert words in done.err
-    assert run("tell('started')") == "started"
+    assert run("tell(client.submit(len, 'one').result())") == 3

@@ -63,9 +63,7 @@ def test_more_ranks_than_gpus_must_be_asked_for(gpus: list[Gpu]) -> None:
     assert launch(ranks, "--oversubscribe", program=COUNT).out.split() == [str(ranks)]
 
 
-@pytest.mark.parametrize(
-    ("protocol", "tls"), [("tcp", ""), ("auto", ""), ("ucx", ""), ("ucx", "tcp,cuda_copy")]
-)
+@pytest.mark.parametrize(("protocol", "tls"), [("tcp", ""), ("auto", ""), ("ucx", "tcp,cuda_copy")])
 def test_exchange_between_workers(gpus: list[Gpu], protocol: str, tls: str) -> None:
     env = {"UCX_TLS": tls} if tls else None
     done = launch(len(gpus), "--protocol", protocol, program=EXCHANGE, env=env)

@@ -22,38 +22,35 @@ def link(to: str = "a", source: str = "b", **values) -> LinkTest:
 
 
 @pytest.mark.parametrize(
-    ("links", "on_device", "line", "warnings"),
+    ("links", "line", "warnings"),
     [
         (
             [link(), link("b", "a", rate=2e11), link("a", "c")],
-            True,
             "ucx between 2 pairs of workers, CUDA IPC is active (100 GB/s or more)",
             [],
         ),
         # a rate is no evidence: under load it is low over NVLink, too
-        ([link(rate=1e8)], True, "1 pair of workers, CUDA IPC is active (0.1 GB/s or more)", []),
-        ([link(rate=1e12, cuda_ipc=None)], True, "1 pair of workers (1e+03 GB/s or more)", []),
+        ([link(rate=1e8)], "1 pair of workers, CUDA IPC is active (0.1 GB/s or more)", []),
+        ([link(rate=1e12, cuda_ipc=None)], "1 pair of workers (1e+03 GB/s or more)", []),
         # host memory, and other nodes
-        ([link(rate=1e8, cuda_ipc=None)], False, "1 pair of workers (0.1 GB/s or more)", []),
-        ([link(same_host=False, rate=5e9, cuda_ipc=None)], True, "workers (5 GB/s or mo", []),
+        ([link(rate=1e8, cuda_ipc=None)], "1 pair of workers (0.1 GB/s or more)", []),
+        ([link(same_host=False, rate=5e9, cuda_ipc=None)], "workers (5 GB/s or mo", []),
         (
             [link(), link("d", "c", cuda_ipc=False), link("c", "d", cuda_ipc=False)],
-            True,
             "2 pairs of workers (100 GB/s or more)",
             ["slow: between workers c and d, on one node, CUDA IPC (NVLink) is not in use. See"],
         ),
-        ([link(transport="tcp")], True, "no data over ucx", ["from worker b to a goes over tcp"]),
+        ([link(transport="tcp")], "no data over ucx", ["from worker b to a goes over tcp"]),
         (
             [link(problem="TimeoutError: x", transport="", rate=0.0), link()],
-            True,
             "ucx between 1 pair of workers, CUDA IPC is active",
             ["no data came from b to a: TimeoutError: x"],
         ),
-        ([], True, "no data over ucx", []),
+        ([], "no data over ucx", []),
     ],
 )
-def test_what_links_say(links, on_device, line, warnings):
-    found = evaluate(links, on_device=on_device)
+def test_what_links_say(links, line, warnings):
+    found = evaluate(links)
     assert line in found.line
     assert len(found.warnings) == len(warnings)
     assert all(text in told for text, told in zip(warnings, found.warnings, strict=True))
@@ -62,11 +59,11 @@ def test_what_links_say(links, on_device, line, warnings):
 def test_a_ucx_whose_mappings_cannot_be_released_is_one_line():
     """Regression: with another UCX than 1.21 nothing was released, and nobody was told."""
     links = [link(unknown_ucx=Mappings((1, 20, 1)).unknown) for _ in range(8)]
-    (line,) = evaluate(links, on_device=True).warnings
+    (line,) = evaluate(links).warnings
     assert line.startswith("UCX 1.20.1 is not known to hpcdask: when a worker dies, GPU memory")
     for version in ((1, 21, 0), (1, 22, 0)):  # is released, or need not be
         known = [link(unknown_ucx=Mappings(version).unknown)]
-        assert evaluate(known, on_device=True).warnings == ()
+        assert evaluate(known).warnings == ()
 
 
 # Whom a new worker gets warm with
