@@ -42,39 +42,25 @@ def most_used() -> Iterator[list[int]]:
             end.set()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(f"array --operation {one} --size 8GB" for one in ("std", "fft", "stencil")),
-        "svd --size 10GB --form both",
-        "svd --size 10GB --packed",
-        "svd --exact",
-    ],
-)
-def test_results_are_right(gpus: list[Gpu], words: str) -> None:
-    for line in bench(*words.split(), "--repeats", "1"):
-        assert line["devices"] == {gpus[0].name: len(gpus)}
-        assert all(check["ok"] for check in line["checks"])
-        assert words.startswith("svd") or 0 < line["limit"]["fraction"] < 1.2
-
-
-def test_startup_has_the_phases_of_a_gpu(gpus: list[Gpu]) -> None:
-    (line,) = bench("startup")
-    assert {"CUDA context", "imports of CUDA packages", "memory pool"} <= {*line["phases"]}
-
-
-def test_the_report_has_the_heat_map_and_the_gpus(gpus: list[Gpu], tmp_path: Path) -> None:
-    if len(gpus) < 2:
-        pytest.skip("a single GPU")
+def test_all_that_is_measured_is_right(gpus: list[Gpu], tmp_path: Path) -> None:
+    """Also the report's heat map, and the use of the GPUs."""
     page = tmp_path / "report.html"
-    (line,) = bench("exchange", "--repeats", "1", "--report", str(page))
-    assert line["gpus"]["models"] == {gpus[0].name: len(gpus)}
+    lines = bench("all", "--repeats", "1", "--report", str(page))
+    found = {f"{line['workload']} {line['form']} {line['variant']}".strip() for line in lines}
+    assert {"svd tuned 2 bits", "svd stock exact", "array stock fft"} <= found
+    for line in lines:
+        assert line["devices"] == {gpus[0].name: len(gpus)}
+        assert line["workload"] == "startup" or line["gpus"]["models"] == line["devices"]
+        assert all(check["ok"] for check in line["checks"])
+        assert line["workload"] != "array" or 0 < line["limit"]["fraction"] < 1.2
+    (startup,) = (line for line in lines if line["workload"] == "startup")
+    assert {"CUDA context", "imports of CUDA packages", "memory pool"} <= {*startup["phases"]}
     if nvlink_joins(gpus):
-        assert {pair["over"] for pair in line["exchange"]["pairs"]} == {"ucx"}
+        (exchange,) = (line for line in lines if line["workload"] == "exchange")
+        assert {pair["over"] for pair in exchange["exchange"]["pairs"]} == {"ucx"}
     text = page.read_text()
-    assert "GPU hours" in text
-    assert "Exchange between workers" in text
-    assert "mean utilisation" in text
+    for words in ("GPU hours", "Exchange between workers", "mean utilisation"):
+        assert words in text
 
 
 def test_a_packed_matrix_is_not_unpacked_in_memory(gpus: list[Gpu]) -> None:

@@ -50,8 +50,19 @@ def of_topic(findings: list[dict[str, Any]], topic: str) -> dict[str, Any]:
     return found
 
 
+def check_all_reduce(findings: list[dict[str, Any]], gpus: int) -> None:
+    """Check that NCCL was right between that many GPUs, where there are several and it loads."""
+    if (
+        gpus > 1
+        and "cannot be loaded" not in (reduced := of_topic(findings, "all-reduce"))["value"]
+    ):
+        assert reduced["status"] == "ok", reduced
+        assert reduced["value"].startswith(f"right between {gpus} GPUs, ")
+        assert of_topic(findings, "version")["status"] == "ok"
+
+
 def test_the_gpus_are_seen_and_the_packages_load(gpus: list[Gpu]) -> None:
-    made, findings = doctor()
+    made, findings = doctor(more=("--nccl",))
     kinds = of_topic(findings, "GPUs")
     assert f"{len(gpus)} x {gpus[0].name}" in kinds["value"], made
     assert [one for one in findings if one["group"] == "could not be looked at"] == []
@@ -64,6 +75,7 @@ def test_the_gpus_are_seen_and_the_packages_load(gpus: list[Gpu]) -> None:
     if len(gpus) > 1 and len(joined) == len(gpus) * (len(gpus) - 1) // 2:
         assert of_topic(findings, "NVLink")["value"] == "between all GPUs"
         assert "auto would choose ucx" in of_topic(findings, "protocol")["value"]
+    check_all_reduce(findings, len(gpus))
 
 
 def test_ucx_over_tcp_is_reported_as_slow(gpus: list[Gpu]) -> None:
@@ -98,7 +110,8 @@ def test_under_mpirun_each_rank_has_its_gpu(gpus: list[Gpu], own: bool) -> None:
     if len(gpus) < 2:
         pytest.skip("needs two GPUs")
     bind = ["sh", "-c", 'export CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_LOCAL_RANK; exec "$@"', "sh"]
-    made, findings = doctor(mpirun, "--oversubscribe", "-n", str(len(gpus)), *(bind if own else []))
+    launch = [mpirun, "--oversubscribe", "-n", str(len(gpus)), *(bind if own else [])]
+    made, findings = doctor(*launch, more=("--nccl",) if own else ())
     assert made["ranks"] == len(gpus)
     expected = "each sees its own" if own else "each sees all and takes its own"
     assert of_topic(findings, "GPU of each rank")["value"] == expected
@@ -106,20 +119,5 @@ def test_under_mpirun_each_rank_has_its_gpu(gpus: list[Gpu], own: bool) -> None:
     assert not [one for one in findings if one["topic"] == "confined"]
     # the doctor's own contexts on the GPUs come after all ranks have looked
     assert not [one for one in findings if one["topic"] == "other processes"]
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("launched", [False, True])
-def test_nccl_between_all_gpus(gpus: list[Gpu], launched: bool) -> None:
-    """Of this host when alone, and one of each rank under a launcher."""
-    if len(gpus) < 2:
-        pytest.skip("needs two GPUs")
-    mpirun = ["mpirun", "--oversubscribe", "-n", str(len(gpus))] if launched else []
-    _, findings = doctor(*mpirun, more=("--nccl",))
-    reduced = of_topic(findings, "all-reduce")
-    if "cannot be loaded" in reduced["value"]:
-        pytest.skip(reduced["value"])
-    print(reduced["value"])
-    assert reduced["status"] == "ok", reduced
-    assert reduced["value"].startswith(f"right between {len(gpus)} GPUs, ")
-    assert of_topic(findings, "version")["status"] == "ok"
+    if own:
+        check_all_reduce(findings, len(gpus))

@@ -25,23 +25,19 @@ from launching import wait_for
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(500)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 #: What one rank may do, and what the error then says.
-FAULTS = {"raise": "ValueError", "exit": "its worker died", "kill": "its worker died"}
-#: How it may not come to an all-reduce: in Python, in C, and in C with Python's lock held.
-HANGS = ("absent", "pause", "locked")
+FAULTS = {"raise": "ValueError", "kill": "its worker died"}
+#: How it may not come to an all-reduce: in Python, and in C with Python's lock held.
+HANGS = ("absent", "locked")
 LONG_S, HANG_S = 120, 4
 
 
 def misbehave(kind: str) -> None:
     if kind == "raise":
         raise ValueError("so it goes")
-    if kind == "exit":
-        os._exit(3)
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "absent":
         threading.Event().wait()
-    if kind == "pause":
-        ctypes.CDLL(None).pause()
     if kind == "locked":
         ctypes.PyDLL(None).pause()
 
@@ -118,8 +114,8 @@ def left(dask_scheduler) -> list:
 @pytest.mark.parametrize(
     ("by", "faults"),
     [
-        ("nccl", ["raise", "exit", "kill", "pause", "locked"]),
-        pytest.param("torch", ["raise", "kill", "absent"], marks=WITH_TORCH),
+        ("nccl", ["raise", "kill", "locked"]),
+        pytest.param("torch", ["kill", "absent"], marks=WITH_TORCH),
     ],
 )
 def test_each_fault(gpus: list[Gpu], tmp_path: Path, by: str, faults: list[str]) -> None:

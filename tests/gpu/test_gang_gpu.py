@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -38,47 +37,38 @@ def draw(client: Client, example: ModuleType, size: int) -> list[Future]:
     return client.map(lambda seed: example.draw(seed), range(size), pure=False)
 
 
-@pytest.fixture(params=["nccl", "gloo"])
-def client(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Client]:
-    """A client of workers on GPUs, and of two on the CPU."""
-    if request.param == "nccl":
-        size = min(2, len(request.getfixturevalue("gpus")))
-        with job_cluster(tmp_path, size) as (_, client):
-            yield client
-        return
+def check_training(client: Client, example: ModuleType, size: int, device: str) -> None:
+    rows = draw(client, example, size)
+    kinds = client.gather(client.map(lambda one: type(one).__module__, rows))
+    assert {kind.partition(".")[0] for kind in kinds} == {"numpy" if device == "cpu" else "cupy"}
+    found = hpcdask.gang(example.train, rows, client=client, shared={"steps": 200})
+    assert found == [found[0]] * size
+    assert found[0] == pytest.approx(range(1, 9), abs=0.01)
+    assert hpcdask.gang(lambda context: context.device, client=client) == [device] * size
+
+
+def test_training_over_nccl(gpus: list[Gpu], tmp_path: Path, example: ModuleType) -> None:
+    """The example; then a rank raises while the others wait for it in their first step."""
+    size = min(2, len(gpus))
+    with job_cluster(tmp_path, size) as (_, client):
+        check_training(client, example, size, "cuda:0")
+        check_training(client, example, size, "cuda:0")  # by the same processes
+        rows, steps = draw(client, example, size), [200] * (size - 1) + ["so it goes"]
+        with pytest.raises(GangError, match="'str' object cannot be") as caught:
+            hpcdask.gang(example.train, rows, steps, client=client, grace=1, timeout=60)
+        assert caught.value.rank == size - 1
+        client.wait_for_workers(size, timeout=120)
+        check_training(client, example, size, "cuda:0")
+
+
+def test_training_over_gloo(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, example: ModuleType
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     options = {"n_workers": 2, "threads_per_worker": 1, "host": "127.0.0.1"}
     options |= {"dashboard_address": ":0", "local_directory": str(tmp_path)}
     with LocalCluster(**options) as cluster, Client(cluster) as client:
-        yield client
-
-
-def test_data_parallel_training(client: Client, example: ModuleType) -> None:
-    """The example; then a rank raises while the others wait for it in their first step."""
-    size = len(client.nthreads())
-
-    def train() -> None:
-        rows = draw(client, example, size)
-        kinds = client.gather(client.map(lambda one: type(one).__module__, rows))
-        device = {kind.partition(".")[0] for kind in kinds} == {"cupy"}
-        found = hpcdask.gang(example.train, rows, client=client, shared={"steps": 200})
-        assert found == [found[0]] * size
-        assert found[0] == pytest.approx(range(1, 9), abs=0.01)
-        devices = hpcdask.gang(lambda context: context.device, client=client)
-        assert devices == ["cuda:0" if device else "cpu"] * size
-
-    train()
-    train()  # the processes of the first one can do it again
-    steps = [200] * (size - 1) + ["so it goes"]
-    with pytest.raises(GangError, match="'str' object cannot be") as caught:
-        hpcdask.gang(
-            example.train, draw(client, example, size), steps, client=client, grace=1, timeout=60
-        )
-    assert caught.value.rank == size - 1
-    client.wait_for_workers(size, timeout=120)
-    train()
+        check_training(client, example, 2, "cpu")
 
 
 def beside_the_pool() -> int:

@@ -54,7 +54,7 @@ tell(found)
 """
 
 SPILLING = """
-N, COUNT = 1 << 25, 16  # 256 MiB each
+N, COUNT = 1 << 24, 16  # 128 MiB each
 
 def make(i):
     import cupy
@@ -164,11 +164,11 @@ def test_results_spill_to_host_and_disk_and_come_back_as_they_were(
 ) -> None:
     found = run(
         SPILLING,
-        *("--device-memory-limit", "1GiB", "--rmm-pool-size", "2GiB", "--memory-limit", "8GiB"),
+        *("--device-memory-limit", "512MiB", "--rmm-pool-size", "1GiB", "--memory-limit", "4GiB"),
         *("--local-directory", str(tmp_path / "scratch")),
-        DASK_DISTRIBUTED__WORKER__MEMORY__TARGET="0.2",  # 1.6 GiB on the host, the rest on disk
+        DASK_DISTRIBUTED__WORKER__MEMORY__TARGET="0.2",  # 0.8 GiB on the host, the rest on disk
     )
-    assert 0 < found["device"] <= 1 << 30
+    assert 0 < found["device"] <= 1 << 29
     assert found["host"] > 0
     assert found["disk"] > 0
     assert found["all"] == 16 + 4
