@@ -125,6 +125,7 @@ class Notebook:
         self._started = time.monotonic()
         self.player = Player(self.printed, lambda: self.process.poll() is not None, self.fire)
         self._ended_by = ""
+        self._held: set[str] = set()  # by us
 
     def printed(self) -> list[str]:
         """Lines of what it printed."""
@@ -190,6 +191,19 @@ class Notebook:
         daemon.wait()
         return str(event), lambda: self.site.restart(daemon)
 
+    def _release(self) -> bool:
+        """Release, as an administrator does, what SLURM holds and we do not.
+
+        It holds a job that it could not start, and one that was suspended on a node that went down.
+        """
+        held: list[str] = []
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = self.site.run("squeue", "-h", "-r", "-o", "%i %r", check=False, timeout=20)
+            held = [line.split()[0] for line in done.stdout.splitlines() if "held" in line.lower()]
+        for job in {*held} - self._held:
+            self._scontrol("release", job)
+        return False  # again, as long as the notebook runs
+
     def _strike_notebook(self, how: str) -> Undo | None:
         signal_name, _, watchdog = how.partition("+")
         for child in psutil.Process(self.process.pid).children() if watchdog else ():
@@ -204,15 +218,18 @@ class Notebook:
         if not jobs:
             return "", None
         job = jobs[index % len(jobs)]
-        back = {"suspend": "resume", "hold": "release"}.get(how)
+        undo: Undo | None = None
         if how == "scancel":
             self.site.run("scancel", job, check=False)
         elif how == "hold":
+            self._held.add(job)
             self._scontrol("requeuehold", job)
             self._scontrol("hold", job)  # where it was pending
+            undo = partial(self._held.discard, job)
         else:
             self._scontrol(how, job)
-        return f"{event}: {job}", partial(self._scontrol, back, job) if back else None
+            undo = partial(self._scontrol, "resume", job) if how == "suspend" else None
+        return f"{event}: {job}", undo
 
     # What must hold
 
@@ -224,6 +241,7 @@ class Notebook:
     def play(self) -> str:
         """Play it and check."""
         try:
+            self.player.take_back_later(0, self._release)
             self.player.play(self.episode)
             if self.episode.options["walltime"] == SHORT:
                 self.player.wait(lambda: time.monotonic() > self._started + 80, "")

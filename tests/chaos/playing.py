@@ -64,7 +64,7 @@ class Player:
                 self.hits.append(hit)
                 self.fired.append(event)
             if undo:
-                self._undo.append((time.monotonic() + event.lasts, undo))
+                self.take_back_later(event.lasts, undo)
 
     def _count(self, mark: str) -> int:
         return sum(line.startswith(mark) for line in self._printed())
@@ -83,8 +83,12 @@ class Player:
         for entry in list(self._undo):
             if all_of_them or entry[0] <= time.monotonic():
                 self._undo.remove(entry)
-                if entry[1]() is False:  # another fault keeps from it
-                    self._undo.append((time.monotonic() + 1, entry[1]))
+                if entry[1]() is False:  # another fault keeps from it, or it goes on
+                    self.take_back_later(1, entry[1])
+
+    def take_back_later(self, seconds: float, undo: Undo) -> None:
+        """Do something after some seconds; again a second later where it returns False."""
+        self._undo.append((time.monotonic() + seconds, undo))
 
     def finish(self) -> None:
         """Wait for the end, and take all back."""
