@@ -2,35 +2,54 @@
 
 The kernel keeps them apart from others as well as TLS does, and a Unix socket needs no encryption.
 Beside each TLS port its owner listens on a Unix socket in Linux's abstract namespace, which leaves
-no file, and both ends ask the kernel who the other is. Otherwise the connection is TLS.
+no file, and both ends ask the kernel who the other is. Otherwise the connection is TLS. Large
+buffers are not sent, but copied by the receiver, where the kernel allows that.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import hashlib
 import logging
 import os
+import select
 import socket
 import ssl
 import struct
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import dask
+from dask.utils import parse_timedelta
 from distributed import Security
-from distributed.comm import tcp
+from distributed.comm import CommClosedError, tcp
+from distributed.comm.utils import from_frames, to_frames
+from distributed.utils import ensure_memoryview, offload
 from tornado import netutil
 from tornado.ioloop import IOLoop
-from tornado.iostream import IOStream
+from tornado.iostream import IOStream, StreamClosedError
 
 from hpcdask.upstream.tls import Socket, serve_tls_by
 
 from . import private
+from .process_memory import address_to_read, can_share, read_memory
 
 logger = logging.getLogger("distributed.hpcdask.nearby")
 
-#: What a listener says first.
-GREETING = b"hpcdask\n"
+#: Part of a socket's name: how both ends speak.
+VERSION = b"2"
+#: Bytes from which on the receiver copies a buffer, and a size to which none is split.
+LARGE, UNSPLIT = 2**15, 2**62
+#: Number of buffers of a message, or 0 for "copied", and bytes that follow; then the size of each
+#: buffer, and its address if it is to be copied.
+PREFIX, ENTRY = struct.Struct("<QQ"), struct.Struct("<QQ")
+COPIED = PREFIX.pack(0, 0)
+#: Seconds that a connection stays open for what its peer still copies.
+CLOSE_S = 5.0
+CONNECT = "distributed.comm.timeouts.connect"
 #: Connections that the kernel accepts ahead; its own limit may be lower.
 BACKLOG = 4096
 
@@ -63,7 +82,7 @@ def _prepared(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def socket_name(address: str, context: ssl.SSLContext) -> str:
     """Return the name of the Unix socket beside a TLS port of a cluster."""
-    known = address.encode() + getattr(context, "cluster", b"")
+    known = VERSION + address.encode() + getattr(context, "cluster", b"")
     return f"\0hpcdask-{hashlib.sha256(known).hexdigest()[:32]}"
 
 
@@ -77,20 +96,159 @@ class _Socket(socket.socket):
 
 
 class NearbyComm(tcp.TCP):
-    """Connection to a process of this user on this host."""
+    """Connection to a process of this user on this host: `pid`, 0 if its memory cannot be read.
 
-    def __init__(self, stream: IOStream, address: str, deserialize: bool) -> None:
+    Each message has its small buffers in it. The receiver copies the large ones from the sender,
+    which keeps them until it hears of that; if the connection ends before, the copy is not used.
+    """
+
+    def __init__(self, stream: IOStream, address: str, deserialize: bool, pid: int) -> None:
         super().__init__(stream, address, address, deserialize)  # on one host by its name, too
+        self._pid = pid
+        self._lent: deque[Sequence[memoryview]] = deque()
+        self._reads = False
+
+    async def write(
+        self, msg: Any, serializers: Collection[str] | None = None, on_error: str = "message"
+    ) -> int:
+        """Send a message; returns its bytes."""
+        ends = {"sender": self.local_info, "recipient": self.remote_info}
+        frames = await to_frames(
+            msg,
+            allow_offload=self.allow_offload,
+            serializers=serializers,
+            on_error=on_error,
+            context={**ends, **self.handshake_options},
+            frame_split_size=UNSPLIT,
+        )
+        frames = [ensure_memoryview(frame) for frame in frames]
+        large = [frame for frame in frames if frame.nbytes >= LARGE]
+        lent = {id(frame): address_to_read(frame) for frame in large if self._pid}
+        table = [ENTRY.pack(frame.nbytes, lent.get(id(frame), 0)) for frame in frames]
+        body = b"".join([*table, *(frame for frame in frames if frame.nbytes < LARGE)])
+        if any(lent.values()):
+            self._lent.append(large)
+        with self._ending():
+            self._open().write(PREFIX.pack(len(frames), len(body)) + body)
+            for frame in large:
+                if not lent.get(id(frame)):
+                    self._open().write(frame)
+        return sum(frame.nbytes for frame in frames)
+
+    async def read(self, deserializers: Collection[str] | None = None) -> Any:
+        self._reads = True
+        with self._ending():
+            frames = await self._receive()
+        self._reads = False
+        return await from_frames(
+            frames,
+            deserialize=self.deserialize,
+            deserializers=deserializers,
+            allow_offload=self.allow_offload,
+        )
+
+    async def _receive(self) -> list[Any]:
+        """Return the buffers of the next message."""
+        stream, count = self._open(), 0
+        while not count:
+            count, size = await self._begin()
+        body = await tcp.read_bytes_rw(stream, size)
+        at = count * ENTRY.size
+        table = [*ENTRY.iter_unpack(body[:at])]
+        frames: list[Any] = []
+        for size, address in table:
+            if size < LARGE:
+                frames.append(body[at : at + size])
+                at += size
+            else:
+                frames.append(None if address else await tcp.read_bytes_rw(stream, size))
+        if any(address for _, address in table):
+            frames = await offload(self._copy, table, frames)
+            if _hung_up(stream):  # and its memory may have been used for something else
+                raise StreamClosedError
+            stream.write(COPIED)
+        return frames
+
+    async def _begin(self) -> tuple[int, int]:
+        """Read the sizes of the next message, or that the other end has copied one."""
+        count, size = PREFIX.unpack(await self._open().read_bytes(PREFIX.size))
+        if not count:
+            self._lent.popleft()
+        return count, size
+
+    def _copy(self, table: Sequence[tuple[int, int]], frames: Sequence[Any]) -> list[Any]:
+        return [
+            read_memory(self._pid, address, size) if address else frame
+            for (size, address), frame in zip(table, frames, strict=True)
+        ]
+
+    def _open(self) -> IOStream:
+        if self.stream is None:
+            raise CommClosedError(f"{self} is closed")
+        return self.stream
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """End the connection if this fails: a message in part cannot be taken back."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, OSError):
+                raise CommClosedError(f"in {self}: {error}") from error
+            raise
+
+    def close(self) -> Any:
+        """Close once the other end has copied all, or in some seconds."""
+        return asyncio.ensure_future(self._end()) if self._lent else super().close()
+
+    async def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(CLOSE_S):
+                while self._lent and not self.closed():
+                    if self._reads:
+                        await asyncio.sleep(0.001)
+                    elif (await self._begin())[0]:
+                        break
+        await super().close()
+        self._lent.clear()
+
+    def abort(self) -> None:
+        super().abort()
+        self._lent.clear()
 
 
-def _to_stream(sock: socket.socket) -> IOStream:
-    """Return the stream of a connection. Raises NotPrivate if another user has its other end."""
+def _hung_up(stream: IOStream) -> bool:
+    """Return whether the other end is closed."""
+    if stream.closed():
+        return True
+    poll = select.poll()
+    poll.register(stream.fileno(), select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def _to_stream(sock: socket.socket) -> tuple[IOStream, int]:
+    """Return the stream of a connection, and the process at its other end.
+
+    Raises NotPrivate if that is another user's.
+    """
     own = _Socket(fileno=sock.detach())
-    _, user, _ = struct.unpack("3i", own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    pid, user, _ = struct.unpack("3i", own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.geteuid():
         own.close()
         raise private.NotPrivate("another user's process is at its other end")
-    return IOStream(own, max_buffer_size=tcp.MAX_BUFFER_SIZE)
+    return IOStream(own, max_buffer_size=tcp.MAX_BUFFER_SIZE), pid
+
+
+async def _to_comm(stream: IOStream, pid: int, address: str, deserialize: bool) -> NearbyComm:
+    """Return the connection. Raises OSError if the other end says nothing for too long."""
+    try:
+        async with asyncio.timeout(parse_timedelta(dask.config.get(CONNECT))):
+            shared = await can_share(stream, pid)
+    except BaseException:
+        stream.close()
+        raise
+    return NearbyComm(stream, address, deserialize, pid if shared else 0)
 
 
 class _Connector(tcp.TLSConnector):
@@ -101,25 +259,20 @@ class _Connector(tcp.TLSConnector):
         context: Any = connection_args.get("ssl_context")
         if hasattr(context, "cluster"):
             with contextlib.suppress(OSError):
-                stream = await _connect_to(socket_name(address, context))
-                return NearbyComm(stream, self.prefix + address, deserialize)
+                name = socket_name(address, context)
+                return await _connect_to(name, self.prefix + address, deserialize)
         far: Any = super()
         comm: tcp.TCP = await far.connect(address, deserialize, **connection_args)
         return comm
 
 
-async def _connect_to(name: str) -> IOStream:
+async def _connect_to(name: str, address: str, deserialize: bool) -> NearbyComm:
     """Connect to a Unix socket whose owner answers."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.setblocking(False)
         sock.connect(name)  # done at once, or refused
-        stream = _to_stream(sock)
-    try:
-        await stream.read_bytes(len(GREETING))  # a hanging process is to time out here
-    except BaseException:
-        stream.close()
-        raise
-    return stream
+        stream, pid = _to_stream(sock)
+    return await _to_comm(stream, pid, address, deserialize)
 
 
 class _Listener(tcp.TLSListener):
@@ -142,9 +295,8 @@ class _Listener(tcp.TLSListener):
 
     async def _serve(self, connection: socket.socket) -> None:
         try:
-            stream = _to_stream(connection)
-            stream.write(GREETING)
-            comm = NearbyComm(stream, self._address, self.deserialize)
+            stream, pid = _to_stream(connection)
+            comm = await _to_comm(stream, pid, self._address, self.deserialize)
             comm.allow_offload = self.allow_offload
             await self.on_connection(comm)
         except OSError as error:

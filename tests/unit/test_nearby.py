@@ -9,16 +9,20 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
 from distributed import Client, Scheduler, Security, Worker
-from distributed.comm import Comm, connect
+from distributed.comm import Comm, CommClosedError, connect
 from distributed.core import Server
+from distributed.protocol import to_serialize
 
+from hpcdask.security import nearby, process_memory
 from hpcdask.security.credentials import create_credentials, save_credentials, to_security
 from launching import wait_for
 from strangers import UID, as_stranger, root_only
@@ -90,6 +94,119 @@ async def test_arrays_between_workers_and_a_client_arrive(access):
             assert (await client.gather(found, direct=True) == -x).all()
 
 
+@contextlib.asynccontextmanager
+async def exchanging(access: Security) -> AsyncIterator[tuple[Comm, Comm]]:
+    """Both ends of a connection."""
+    server, taken = Server({}), asyncio.Queue()
+
+    async def take(comm: Comm, n: int) -> None:
+        await taken.put(comm)
+        await gone.wait()
+
+    server.handlers["take"], gone = take, asyncio.Event()
+    await server.listen("tls://127.0.0.1:0", **access.get_listen_args("worker"))
+    comm = await connect(server.address, **access.get_connection_args("client"))
+    await comm.write({"op": "take", "n": 0})
+    try:
+        yield comm, await taken.get()
+    finally:
+        gone.set()
+        comm.abort()
+        await server.close()
+
+
+def copies(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> list[int]:
+    """Bytes of each buffer that is copied from another process; calls `before` with them."""
+    sizes, real = [], nearby.read_memory
+
+    def read(pid: int, address: int, size: int) -> memoryview:
+        before(size)
+        sizes.append(size)
+        return real(pid, address, size)
+
+    monkeypatch.setattr(nearby, "read_memory", read)
+    return sizes
+
+
+ARRAYS = {n: np.arange(n, dtype="u1") for n in (0, 1, 3000, 200_000, 5_000_000)}
+
+
+def is_whole(message: dict[str, Any]) -> bool:
+    arrays = {n: np.asarray(message[str(n)]) for n in ARRAYS}
+    for array in arrays.values():
+        array[:] += 0  # theirs to write to
+    return all((arrays[n] == ARRAYS[n]).all() for n in ARRAYS)
+
+
+@pytest.mark.parametrize("forbidden", ["", "before", "later"])
+async def test_large_arrays_are_copied_where_the_kernel_allows_it(access, monkeypatch, forbidden):
+    """It may not in a container, nor of memory that a device driver has mapped."""
+    sizes = copies(monkeypatch, lambda size: None)
+    forbid = partial(monkeypatch.setattr, process_memory.LIBC, "process_vm_readv", lambda *args: -1)
+    if forbidden == "before":
+        forbid()
+    async with exchanging(access) as (here, there):
+        if forbidden == "later":
+            forbid()
+        for one, other in ((here, there), (there, here)):
+            for _ in range(3):
+                await one.write({str(n): to_serialize(array) for n, array in ARRAYS.items()})
+                assert is_whole(await other.read())
+            await other.write("to be read")
+            assert await one.read() == "to be read"
+    assert sizes == ([] if forbidden else [200_000, 5_000_000] * 6)
+
+
+async def test_what_is_sent_just_before_the_end_arrives(access):
+    async with exchanging(access) as (here, there):
+        await there.write({str(n): to_serialize(array) for n, array in ARRAYS.items()})
+        closing = asyncio.ensure_future(there.close())
+        assert is_whole(await here.read())
+        async with asyncio.timeout(nearby.CLOSE_S - 1):
+            await closing
+        assert there.closed()
+
+
+async def test_a_copy_of_what_may_be_gone_is_not_used(access, monkeypatch):
+    """The sender's connection ends before the receiver has its copy."""
+    async with exchanging(access) as (here, there):
+        loop = asyncio.get_running_loop()
+
+        async def end() -> None:
+            there.abort()
+
+        copies(monkeypatch, lambda size: asyncio.run_coroutine_threadsafe(end(), loop).result(30))
+        await there.write({"array": to_serialize(ARRAYS[200_000])})
+        with pytest.raises(CommClosedError):
+            await here.read()
+        assert here.closed()
+
+
+async def test_a_sender_that_is_killed_is_a_lost_connection(process, monkeypatch):
+    server, address, access = process
+
+    def kill(size: int) -> None:
+        server.kill()
+        server.wait()
+
+    copies(monkeypatch, kill)
+    async with dialled(address, access) as comm:
+        await comm.write({"op": "array", "reply": True})
+        with pytest.raises(CommClosedError):
+            await comm.read()
+
+
+async def test_who_connects_and_says_nothing_is_let_go(access):
+    with dask.config.set({"distributed.comm.timeouts.connect": "0.1s"}):
+        async with known_socket(access) as (_, name):
+            with socket.socket(socket.AF_UNIX) as silent:
+                silent.connect(name)
+                silent.setblocking(False)
+                loop = asyncio.get_running_loop()
+                while await loop.sock_recv(silent, 100):
+                    pass
+
+
 async def test_keys_of_the_user_s_own_use_tls():
     """distributed's own classes know nothing else."""
     own = Security.temporary()
@@ -127,7 +244,7 @@ async def test_a_connection_that_outlives_its_listener_ends_without_a_word(acces
             late.connect(name)
             late.setblocking(False)
             loop = asyncio.get_running_loop()
-            assert await loop.sock_recv(late, 8) == b"hpcdask\n"
+            assert await loop.sock_recv(late, 100)
             server.stop()
             for listener in server.listeners:
                 listener.stop()
@@ -157,11 +274,15 @@ async def test_another_user_s_socket_is_not_believed(access):
 
 SERVER = """
 import asyncio, sys
+import numpy as np
 from distributed.core import Server
+from distributed.protocol import to_serialize
+from hpcdask.security import nearby, process_memory
 from hpcdask.security.credentials import load_credentials, to_security
 
 async def serve():
-    server = Server({"ping": lambda: "pong"})
+    array = lambda: {"array": to_serialize(np.ones(10**6))}
+    server = Server({"ping": lambda: "pong", "array": array})
     access = to_security(load_credentials(sys.argv[1]))
     await server.listen("tls://127.0.0.1:0", **access.get_listen_args("worker"))
     print(server.address, flush=True)

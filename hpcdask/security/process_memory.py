@@ -1,0 +1,70 @@
+"""Memory of another process of the same user, which Linux lets this one read (process_vm_readv).
+
+MPI and UCX do the same on one host. A transfer is one copy then, where a socket needs two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import struct
+from typing import Any
+
+from distributed.protocol.utils import host_array
+from tornado.iostream import IOStream
+
+#: Address and content of some memory that the other end of a connection tries to read.
+PROBE = struct.Struct("<Q16s")
+LIBC = ctypes.CDLL(None, use_errno=True)
+# With Yama's ptrace_scope 1, only processes that asked for it are read by others of their user
+PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
+
+
+class _Part(ctypes.Structure):
+    """The C library's iovec."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def read_memory(pid: int, address: int, size: int) -> memoryview:
+    """Copy memory of another process. Raises OSError if that cannot be read."""
+    buffer: memoryview = host_array(size)
+    own, done, none = _address(buffer), 0, ctypes.c_ulong(0)
+    while done < size:
+        here, there = _Part(own + done, size - done), _Part(address + done, size - done)
+        count = LIBC.process_vm_readv(
+            pid, ctypes.byref(here), ctypes.c_ulong(1), ctypes.byref(there), ctypes.c_ulong(1), none
+        )
+        if count <= 0:
+            raise OSError(ctypes.get_errno(), f"the memory of process {pid} cannot be read")
+        done += count
+    return buffer
+
+
+def address_to_read(buffer: Any) -> int:
+    """Return where a buffer begins; 0 if the kernel cannot copy it: a device driver mapped it."""
+    address = _address(buffer)
+    with contextlib.suppress(OSError):
+        read_memory(os.getpid(), address, 1)
+        return address
+    return 0
+
+
+def _address(buffer: Any) -> int:
+    import numpy as np  # after start-up
+
+    return int(np.frombuffer(buffer, "u1").ctypes.data)
+
+
+async def can_share(stream: IOStream, pid: int) -> bool:
+    """Return whether both ends of a new connection, asked at the same time, can read the other."""
+    LIBC.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
+    secret = ctypes.create_string_buffer(os.urandom(16), 16)
+    stream.write(PROBE.pack(ctypes.addressof(secret), secret.raw))
+    address, content = PROBE.unpack(await stream.read_bytes(PROBE.size))
+    readable = False
+    with contextlib.suppress(OSError):  # in a container, or forbidden
+        readable = bytes(read_memory(pid, address, len(content))) == content
+    stream.write(bytes([readable]))
+    return await stream.read_bytes(1) == b"\1" and readable
