@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, NamedTuple
+
+from toolz import groupby
 
 from hpcdask.errors import MissingExtra, UsageError
 from hpcdask.gpu.devices import Gpu
@@ -60,7 +63,8 @@ def choose(spec: WorkerSpec, seats: Sequence[NodeLinks], *, alone: bool = False)
     for by name and cannot work is an error. The workers of one job on a node, ``alone``, do not
     know the others: each pair of workers uses ucx if both have chosen it.
     """
-    several = alone or len(_by_host(seats)) > 1
+    hosts = {seat.host for seat in seats}
+    several = alone or len(hosts) > 1
     nvlink, infiniband = _nvlink(spec, seats, alone=alone), _infiniband(spec, seats)
     idle, unusable = _nothing_to_join(seats, alone=alone), _unusable_ucx(spec, seats)
     links = [infiniband, nvlink] if several else [nvlink]
@@ -77,7 +81,7 @@ def choose(spec: WorkerSpec, seats: Sequence[NodeLinks], *, alone: bool = False)
         reason = f"NVLink inside nodes, tcp between them: {infiniband.reason}"
         best = Choice("ucx", reason, remedies, "node")
     else:
-        nodes = "this node to others" if alone else f"the {len(_by_host(seats))} nodes"
+        nodes = "this node to others" if alone else f"the {len(hosts)} nodes"
         inside = "" if nvlink.reason else ", NVLink the GPUs inside"
         best = Choice("ucx", f"InfiniBand joins {nodes}{inside}", remedies)
     return best if spec.protocol == "auto" else _by_name(spec, seats, best, unusable)
@@ -100,13 +104,6 @@ def _by_name(spec: WorkerSpec, seats: Sequence[NodeLinks], best: Choice, unusabl
     if best.protocol == "tcp" or best.reach == "node":
         slow = (f"{best.reason}: without NVLink or InfiniBand ucx is slower than tcp",)
     return Choice("ucx", "--protocol ucx", (*best.warnings, *slow))
-
-
-def _by_host(seats: Sequence[NodeLinks]) -> dict[str, list[NodeLinks]]:
-    hosts: dict[str, list[NodeLinks]] = {}
-    for seat in seats:
-        hosts.setdefault(seat.host, []).append(seat)
-    return hosts
 
 
 def _hosts(seats: Sequence[NodeLinks], test: Callable[[Fabric], object]) -> list[str]:
@@ -157,7 +154,7 @@ def _nvlink(spec: WorkerSpec, seats: Sequence[NodeLinks], *, alone: bool) -> Ans
         return Answer(reason)
     if any(uuid.startswith("MIG-") for uuid in _uuids(seats)):
         return Answer("MIG slices cannot share memory with each other (CUDA IPC, NVLink)")
-    hosts = _by_host(seats)
+    hosts = groupby(attrgetter("host"), seats)
     if shut := [host for host, there in hosts.items() if confined(there, alone=alone)]:
         return Answer(
             f"workers on {some(shut)} are confined to their GPUs by a cgroup or a container, so "

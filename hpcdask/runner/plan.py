@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from operator import attrgetter
+
+from toolz import groupby
 
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.comm.fabric import Fabric
@@ -39,44 +41,41 @@ def assign_devices(
     Raises DeviceError for too few GPUs, and UsageError for other ranks than ``--groups`` has.
     """
     wanted = spec.kinds()
-    taken: dict[int, list[Gpu | None]] = {one.rank: [None] for one in inventories}
     blind = [one for one in inventories if not one.gpus]
     all_blind = len(blind) == len(inventories)
     if not wanted:
         if spec.device == "cpu" or (spec.device == "auto" and all_blind and job is None):
-            return taken
+            return {one.rank: [None] for one in inventories}
         if all_blind or (blind and spec.groups != ("auto",)):
             who = "none of the ranks sees" if all_blind else f"rank {blind[0].rank} does not see"
             where = some(sorted(one.host for one in blind))
             raise DeviceError(
                 f"{who} a GPU on {where}. {how_to_request(job)}To compute on the CPU: --device cpu"
             )
-    for host, ranks in _by_host(inventories).items():
+    taken: defaultdict[int, list[Gpu | None]] = defaultdict(list)
+    for host, ranks in groupby(attrgetter("host"), inventories).items():
         ranks.sort(key=lambda one: one.local_index)
-        on_gpus, number = [one for one in ranks if one.gpus], wanted.count("gpu")
-        if wanted:
-            on_gpus = ranks[: number and 1]
-            if not by_hand:
-                _check_count(host, ranks, wanted, spec)
-                on_gpus = [one for one, kind in zip(ranks, wanted, strict=True) if kind == "gpu"]
-            if unseeing := [one.rank for one in on_gpus if not one.gpus]:
-                raise DeviceError(
-                    f"--groups {' '.join(spec.groups)} wants {plural(number, 'GPU')} on {host}, "
-                    f"and rank {unseeing[0]} sees none. {how_to_request(job)}To compute on the CPU "
-                    f"there, change the numbers"
-                )
-        if by_hand and not wanted:
-            taken[ranks[0].rank] = list(ranks[0].gpus)
-            continue
         if by_hand:
-            matched = list(itertools.islice(itertools.cycle(ranks[0].gpus), number))
-            gpus = iter(matched)
-            taken[ranks[0].rank] = [next(gpus) if kind == "gpu" else None for kind in wanted]
+            kinds = wanted or ("gpu",) * len(ranks[0].gpus)
+            ranks = ranks * len(kinds)
+        elif wanted:
+            kinds = wanted
+            _check_count(host, ranks, wanted, spec)
         else:
-            matched = _match(on_gpus)
-            taken |= {one.rank: [gpu] for one, gpu in zip(on_gpus, matched, strict=True)}
+            kinds = ["gpu" if one.gpus else "cpu" for one in ranks]
+        on_gpus = [one for one, kind in zip(ranks, kinds, strict=True) if kind == "gpu"]
+        if unseeing := [one.rank for one in on_gpus if not one.gpus]:
+            raise DeviceError(
+                f"--groups {' '.join(spec.groups)} wants {plural(len(on_gpus), 'GPU')} on {host}, "
+                f"and rank {unseeing[0]} sees none. {how_to_request(job)}To compute on the CPU "
+                f"there, change the numbers"
+            )
+        matched = _match(on_gpus)
         if not spec.oversubscribe:
             _check_distinct(host, on_gpus, matched)
+        gpus = iter(matched)
+        for one, kind in zip(ranks, kinds, strict=True):
+            taken[one.rank].append(next(gpus) if kind == "gpu" else None)
     return taken
 
 
@@ -108,13 +107,6 @@ def _check_distinct(host: str, ranks: Sequence[Inventory], matched: Sequence[Gpu
         f"{plural(len(distinct), 'distinct GPU')}: start at most {len(distinct)} per node, or let "
         f"workers share a GPU with --oversubscribe"
     )
-
-
-def _by_host(inventories: Iterable[Inventory]) -> dict[str, list[Inventory]]:
-    found: dict[str, list[Inventory]] = {}
-    for one in inventories:
-        found.setdefault(one.host, []).append(one)
-    return found
 
 
 def _match(ranks: Sequence[Inventory]) -> list[Gpu]:
@@ -212,7 +204,7 @@ def make_plan(
     slow = slow_parts(spec, choice, on_device=bool(on_gpus))
     lines = [_fallback(spec, ranks), *(f"warning: {one}" for one in slow)]
     placements: dict[int, list[WorkerPlacement]] = {}
-    hosts = _by_host(ranks)
+    hosts = groupby(attrgetter("host"), ranks)
     for one in ranks:
         mates, name = hosts[one.host], spec.name or one.host
         devices = [device for mate in mates for device in given[mate.rank]]
