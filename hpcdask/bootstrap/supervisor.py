@@ -44,22 +44,21 @@ class Supervisor:
     def __init__(
         self, variables: Mapping[str, str], program: Sequence[str] = (), *, interrupts: bool = False
     ) -> None:
-        marker = f"{os.urandom(12).hex()}.{os.getpid()}"
         self._environ = without_rank(os.environ)
         self._command = program
         self._repeated = {signal.SIGINT} if interrupts else set()
         self._program: subprocess.Popen[bytes] | None = None
         self._partial = b""
         self._launcher = ranks.mpi_launcher()
-        self._marker = marker
+        self._marker = f"{os.urandom(12).hex()}.{os.getpid()}"
         # A launcher or a queue signals all of a job's processes, also before they have handlers
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)
-        self.janitor = Janitor(marker)
+        self.janitor = Janitor(self._marker)
         # of the fork server's socket, whose path has 107 characters at most
         base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= SHORT_PATH else "/tmp"
         announce = self.janitor.remove_at_end
         folder = private.make_owned_folder(base, process.owner_text(), announce)
-        _start_fork_server({**for_workers(os.environ, marker), **variables}, folder)
+        _start_fork_server({**for_workers(os.environ, self._marker), **variables}, folder)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def run(self, work: str, *args: Any, abort: Callable[[int], None] | None = None) -> NoReturn:

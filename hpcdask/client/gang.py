@@ -161,23 +161,19 @@ async def _run(
 
     try:
         async with asyncio.timeout(timeout_s):
-            results = await _results(client, name, function, items, shared, size, futures)
+            return await _results(client, name, function, items, shared, size, futures)
     except TimeoutError:
-        ended = await end()
         text = f"gang of {size}: not done within {timeout_s:g} s"
-        if not ended["started"]:
-            raise GangError(
-                f"{text}: its workers were not all there and free, or its arguments not yet "
-                f"computed. Allow more time, or scale the cluster"
-            ) from None
-        calling = ended["calling"]
-        text += f": {plural(len(calling), 'rank')} still ran: {', '.join(map(str, calling))}"
-        raise GangError(text, calling[0] if len(calling) == 1 else None) from None
-    except BaseException:
-        await asyncio.shield(end())
-        raise
-    await asyncio.shield(end())
-    return results
+    finally:
+        ended = await asyncio.shield(end())
+    if not ended["started"]:
+        raise GangError(
+            f"{text}: its workers were not all there and free, or its arguments not yet "
+            f"computed. Allow more time, or scale the cluster"
+        )
+    calling = ended["calling"]
+    text += f": {plural(len(calling), 'rank')} still ran: {', '.join(map(str, calling))}"
+    raise GangError(text, calling[0] if len(calling) == 1 else None)
 
 
 async def _results(

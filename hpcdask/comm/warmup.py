@@ -41,23 +41,18 @@ class LinkTest:
     unknown_ucx: str = ""
 
 
-@dataclass(frozen=True)
-class WarmupReport:
-    """Results of all links, with a line for each worker or pair that is slow or broken."""
+def evaluate(links: Sequence[LinkTest]) -> tuple[str, list[str]]:
+    """Return how the workers exchange, by some or all links, and warnings of slow or broken ones.
 
-    line: str
-    warnings: tuple[str, ...]
-
-
-def evaluate(links: Sequence[LinkTest]) -> WarmupReport:
-    """Return which transport workers use and whether it is the fast one, by some or all links."""
+    Each warning is a line, for a worker or a pair.
+    """
     sound = [link for link in links if not link.problem]
     ucx = [link for link in sound if link.transport == "ucx"]
     near = [link for link in ucx if link.same_host]
     without = [link for link in near if link.cuda_ipc is False]
     broken = [link for link in links if link.problem]
     slow = [link for link in sound if link.transport == "tcp"]
-    warnings = (
+    warnings = [
         *_few(f"no data came from {one.source} to {one.to}: {one.problem}" for one in broken),
         *_few(f"data from worker {one.source} to {one.to} goes over tcp, not ucx" for one in slow),
         *_few(
@@ -72,14 +67,14 @@ def evaluate(links: Sequence[LinkTest]) -> WarmupReport:
             f"workers then"
             for version in sorted({link.unknown_ucx for link in links} - {""})
         ),
-    )
+    ]
     if not ucx:
-        return WarmupReport("no data over ucx", warnings)
+        return "no data over ucx", warnings
     line = f"ucx between {plural(len({frozenset((link.to, link.source)) for link in ucx}), 'pair')}"
     ipc = near and all(link.cuda_ipc for link in near)
     line += f" of workers{', CUDA IPC is active' if ipc else ''}"
     least = min(link.rate for link in ucx) / 1e9
-    return WarmupReport(f"{line} ({least:.3g} GB/s or more)", warnings)
+    return f"{line} ({least:.3g} GB/s or more)", warnings
 
 
 def transport_of(scheduler: Scheduler | None) -> str:
@@ -91,8 +86,8 @@ def transport_of(scheduler: Scheduler | None) -> str:
     links = [LinkTest(**link) for event in events for link in event["links"]]
     links = [link for link in links if {link.to, link.source} <= names]
     if links:
-        found = evaluate(links)
-        return "; ".join((found.line, *found.warnings[:1]))
+        line, warnings = evaluate(links)
+        return "; ".join((line, *warnings[:1]))
     return "tcp between workers" if len(events) > 1 else ""
 
 

@@ -142,29 +142,20 @@ class HostAgent:
         placements: Sequence[WorkerPlacement],
         scheduler: str,
         security: Security,
-        failed: Callable[[str | None, str], None],
+        failed: Callable[[str, str], None],
     ) -> None:
-        """Start the workers; `failed` gets the name of each that does not start, and the reason.
+        """Start the workers; `failed` gets the name of each that does not start, and the reason."""
 
-        Without a name, none of them starts.
-        """
-
-        async def start(nanny: BoundNanny) -> None:
+        async def start(one: WorkerPlacement) -> None:
+            parts = {} if self.nannies else self.parts
             try:
+                nanny = make_nanny(self.spec, one, parts, scheduler, security, self.scratch)
+                self.nannies.append(nanny)
                 await nanny
             except Exception as error:
-                failed(str(nanny.name), root_cause(error))
+                failed(one.name, root_cause(error))
 
-        try:
-            for one in placements:
-                parts = {} if self.nannies else self.parts
-                self.nannies.append(
-                    make_nanny(self.spec, one, parts, scheduler, security, self.scratch)
-                )
-        except Exception as error:
-            failed(None, root_cause(error))
-        else:
-            await asyncio.gather(*map(start, self.nannies))
+        await asyncio.gather(*map(start, placements))
 
     async def close_workers(self, seconds: float = CLOSE_DEADLINE_S) -> None:
         """Close the workers, by force after some seconds."""

@@ -121,7 +121,7 @@ class JobAgent:
         )
         self._watching = asyncio.create_task(self._watch_scheduler(line))
 
-        def failed(name: str | None, text: str) -> NoReturn:
+        def failed(name: str, text: str) -> NoReturn:
             raise ClusterError(
                 f"a worker did not start: {text.rstrip('.')}. See its lines above, and hpcdask "
                 f"doctor on this node"

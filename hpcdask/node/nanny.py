@@ -99,11 +99,7 @@ class BoundNanny(Nanny):
     async def wait_closed(self) -> str | None:
         """Wait until the worker closes for good; return `reason`."""
         ends = [asyncio.ensure_future(end) for end in (self.finished(), self._dismissed.wait())]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for end in ends:
-                end.cancel()
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return self.reason
 
     async def instantiate(self) -> Status:

@@ -68,7 +68,7 @@ async def _follow(
     security = to_security(info.credentials)
     leader.send(await asyncio.to_thread(link.RankReport.of, agent, problem))
 
-    def failed(name: str | None, text: str) -> None:
+    def failed(name: str, text: str) -> None:
         leader.send(link.WorkerFailed(agent.rank.index, name, text))
 
     work: list[asyncio.Task[None]] = []

@@ -83,7 +83,6 @@ class Leader:
         self.events = Events()
         self.link = Link(self.rank, self.events)
         self.wanted = WantedWorkers(self.spec)
-        self.on_device = False
         self.scheduler = SchedulerProcess(self.events)
         self.links: dict[str, list[LinkTest]] | None = {}
         exists = request.program is not None or attached is not None
@@ -155,10 +154,9 @@ class Leader:
         )
         started = self.scheduler.started
         self.wanted = WantedWorkers(self.spec, plan.placements)
-        self.on_device = plan.on_device
         for index, placements in plan.placements.items():
             self._start_workers(index, placements, started.address)
-        access, gpus = (started.address, self.credentials), self.on_device
+        access, gpus = (started.address, self.credentials), plan.on_device
         ready, timeout = not self.program.waits, self.spec.timeout
         self.files.write(self.files.own, *access, gpus=gpus, ready=ready, timeout=timeout)
         self.program.start(started.address, self.files.own, on_gpus=gpus)
@@ -226,7 +224,7 @@ class Leader:
         return self.link.inventories()
 
     def _start_workers(self, rank: int, placements: list[WorkerPlacement], scheduler: str) -> None:
-        def failed(name: str | None, text: str) -> None:
+        def failed(name: str, text: str) -> None:
             self.events.put(link.WorkerFailed(rank, name, text))
 
         if rank:
@@ -321,9 +319,9 @@ class Leader:
             return
         tests, self.links = [one for links in self.links.values() for one in links], None
         if tests:
-            report = evaluate(tests)
-            say(f"warm in {seconds_since_start():.2f} s: {report.line}")
-            for warning in report.warnings:
+            line, warnings = evaluate(tests)
+            say(f"warm in {seconds_since_start():.2f} s: {line}")
+            for warning in warnings:
                 say(f"warning: {warning}")
 
     # Ending
@@ -331,7 +329,7 @@ class Leader:
     async def _take_down(self, code: int, seconds: float) -> None:
         """End the workers and the other ranks, then the scheduler; this rank is the last."""
         self.program.signal(signal.SIGKILL)
-        for line in await self.scheduler.end_soon(on_device=self.on_device):
+        for line in await self.scheduler.end_soon():
             say(line)
         never_ran = code == UsageError.exit_code and not self.scheduler.registered
         self.link.send_all(link.EndRun(code if never_ran else 0, seconds))

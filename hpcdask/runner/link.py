@@ -91,18 +91,14 @@ class EndRun(Message):
 
 @dataclass(frozen=True)
 class WorkerFailed(Message):
-    """Failure of a worker to start; without a name, of all of the rank's."""
-
     rank: int
-    name: str | None
+    name: str
     error: str
 
 
 @dataclass(frozen=True)
 class EndSoon(Message):
-    """Order to log no more and, with `usage`, to tell what the GPUs did."""
-
-    usage: bool
+    """Order to log no more, and to tell what the GPUs did."""
 
 
 @dataclass(frozen=True)

@@ -104,11 +104,10 @@ async def _main(sock: socket.socket, options: dict[str, Any]) -> None:
 
 
 async def _obey(scheduler: Scheduler, channel: MessageStream) -> None:
-    async for order in channel:
+    async for _ in channel:  # `EndSoon`
         set_log_level("CRITICAL")
-        if isinstance(order, link.EndSoon) and order.usage:
-            await monitor_of(scheduler).refresh()
-            channel.send(link.GpuUsageTold(usage_lines(scheduler)))
+        await monitor_of(scheduler).refresh()
+        channel.send(link.GpuUsageTold(usage_lines(scheduler)))
     set_log_level("CRITICAL")
     await scheduler.close(reason="the run is over")
 
@@ -157,14 +156,13 @@ class SchedulerProcess:
         if not closed:
             self._events.put(SchedulerLost())
 
-    async def end_soon(self, *, on_device: bool) -> list[str]:
+    async def end_soon(self) -> list[str]:
         """Tell the scheduler to log no more; return lines on the GPUs, if it answers in time."""
         if self._orders is not None:
-            self._orders.send(link.EndSoon(on_device))
-            if on_device and not self._usage_told.is_set():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(USAGE_DEADLINE_S):
-                        await self._usage_told.wait()
+            self._orders.send(link.EndSoon())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(USAGE_DEADLINE_S):
+                    await self._usage_told.wait()
         return self._usage
 
     async def end(self) -> None:

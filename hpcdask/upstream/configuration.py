@@ -56,10 +56,8 @@ def source_of(key: str) -> str:
     """Return the file or variable that a key's value is from."""
     import dask.config
 
-    found = ["Dask's configuration"]
-    found += [
-        source
-        for source, content in sources()
-        if dask.config.get(key, None, config=content) is not None
-    ]
-    return found[-1]
+    found = "Dask's configuration"
+    for source, content in sources():
+        if dask.config.get(key, None, config=content) is not None:
+            found = source
+    return found
