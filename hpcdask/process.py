@@ -37,9 +37,8 @@ marks: list[tuple[float, str]] = []
 
 
 def mark(event: str) -> None:
-    """Record the time of an event, if the launch was timed."""
-    if STARTED in os.environ:
-        marks.append((seconds_since_start(), event))
+    """Record the time of an event."""
+    marks.append((seconds_since_start(), event))
 
 
 def process_status(pid: int) -> list[str]:

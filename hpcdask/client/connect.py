@@ -102,7 +102,11 @@ def _reach(path: str | None) -> tuple[str, Security]:
     if own.get("gpus"):
         suit_devices()
     try:
-        _knock(content["address"], access)  # Client would try for its whole timeout
+        # Client would try for its whole timeout. The scheduler would miss the TLS handshake
+        with socket.create_connection(endpoint(content["address"]), timeout=5) as sock:
+            if access.require_encryption:
+                context = access.get_connection_args("client")["ssl_context"]
+                context.wrap_socket(sock).close()
     except OSError as error:
         raise SchedulerFileError(
             f"the cluster of {os.path.abspath(path)} does not answer at {content['address']}: it "
@@ -110,14 +114,6 @@ def _reach(path: str | None) -> tuple[str, Security]:
             f"file if it is stale ({type(error).__name__}: {error})"
         ) from None
     return content["address"], access
-
-
-def _knock(address: str, access: Security) -> None:
-    """Connect once, with a whole TLS handshake, which the scheduler would miss. Raises OSError."""
-    with socket.create_connection(endpoint(address), timeout=5) as sock:
-        if access.require_encryption:
-            context = access.get_connection_args("client")["ssl_context"]
-            context.wrap_socket(sock).close()
 
 
 def load_security(info: Mapping[str, str]) -> Security | None:

@@ -44,14 +44,11 @@ class BoundNanny(Nanny):
     said. ``parts`` are the processes of its rank beside the workers.
     """
 
-    def __init__(
-        self, scheduler: str, *, env: Mapping[str, str], parts: Mapping[str, int], **kwargs: Any
-    ) -> None:
-        super().__init__(scheduler, env=dict(env), **kwargs)
+    def __init__(self, scheduler: str, *, parts: Mapping[str, int], **kwargs: Any) -> None:
+        super().__init__(scheduler, **kwargs)
         self.reason: str | None = None
         self.parts = parts
         self.handlers[LOOK] = self.look
-        self._own_env = dict(env)
         self._dismissed = asyncio.Event()
         self._starting = asyncio.Lock()
         self._exit_code: int | None = None
@@ -71,7 +68,7 @@ class BoundNanny(Nanny):
             *(asyncio.to_thread(observe, pid) for pid in self.parts.values()),
         )
         gpu: dict[str, Any] = {}
-        if uuid := self._own_env.get("CUDA_VISIBLE_DEVICES"):
+        if uuid := self.env.get("CUDA_VISIBLE_DEVICES"):
             from hpcdask.gpu.samples import read_gpu
 
             with contextlib.suppress(Exception):  # a driver that hangs or fails hides nothing else

@@ -90,11 +90,6 @@ def _cpu_seconds(pid: int) -> float:
     return sum(map(int, status[12:14])) / os.sysconf("SC_CLK_TCK") if status else 0.0
 
 
-def _frame(function: str, file: str, line: int) -> Frame:
-    text = linecache.getline(file, line).strip()[:120] if os.path.isabs(file) else ""
-    return Frame(function.rpartition(".")[2], "/".join(file.split("/")[-3:]), line, text)
-
-
 def _have_written(pid: int, state: str) -> tuple[list[ThreadView], str]:
     """Return stacks as the process itself writes them; none, and why, where it does not."""
     path = stacks_file(pid)
@@ -118,9 +113,12 @@ def _have_written(pid: int, state: str) -> tuple[list[ThreadView], str]:
 def read_written(text: str) -> list[ThreadView]:
     """Return the threads in what faulthandler has written."""
     threads: list[ThreadView] = []
-    for line in text.splitlines():
-        if head := re.match(r"(?:Current thread|Thread) 0x(\w+)", line):
+    for written in text.splitlines():
+        if head := re.match(r"(?:Current thread|Thread) 0x(\w+)", written):
             threads.append(ThreadView(int(head[1], 16), []))
-        elif threads and (told := re.match(r'  File "(.*)", line (\d+) in (.*)', line)):
-            threads[-1].frames.append(_frame(told[3], told[1], int(told[2])))
+        elif threads and (told := re.match(r'  File "(.*)", line (\d+) in (.*)', written)):
+            file, line, function = told[1], int(told[2]), told[3].rpartition(".")[2]
+            source = linecache.getline(file, line).strip()[:120] if os.path.isabs(file) else ""
+            short = "/".join(file.split("/")[-3:])
+            threads[-1].frames.append(Frame(function, short, line, source))
     return threads

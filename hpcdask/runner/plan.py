@@ -60,7 +60,14 @@ def assign_devices(
             ranks = ranks * len(kinds)
         elif wanted:
             kinds = wanted
-            _check_count(host, ranks, wanted, spec)
+            if len(ranks) != len(wanted):
+                gpus = plural(len({gpu.uuid for one in ranks for gpu in one.gpus}), "GPU")
+                raise UsageError(
+                    f"--groups {' '.join(spec.groups)} is for {plural(len(wanted), 'rank')} with a "
+                    f"worker on each node, and {host} has {len(ranks)} ({gpus}, "
+                    f"{plural(len(owned_cores(ranks)), 'core')}): start {len(wanted)} there, or "
+                    f"change the numbers"
+                )
         else:
             kinds = ["gpu" if one.gpus else "cpu" for one in ranks]
         on_gpus = [one for one, kind in zip(ranks, kinds, strict=True) if kind == "gpu"]
@@ -73,23 +80,10 @@ def assign_devices(
         matched = _match(on_gpus)
         if not spec.oversubscribe:
             _check_distinct(host, on_gpus, matched)
-        gpus = iter(matched)
+        left = iter(matched)
         for one, kind in zip(ranks, kinds, strict=True):
-            taken[one.rank].append(next(gpus) if kind == "gpu" else None)
+            taken[one.rank].append(next(left) if kind == "gpu" else None)
     return taken
-
-
-def _check_count(
-    host: str, ranks: Sequence[Inventory], wanted: Sequence[str], spec: RunSpec
-) -> None:
-    if len(ranks) != len(wanted):
-        gpus = len({gpu.uuid for one in ranks for gpu in one.gpus})
-        raise UsageError(
-            f"--groups {' '.join(spec.groups)} is for {plural(len(wanted), 'rank')} with a worker "
-            f"on each node, and {host} has {len(ranks)} ({plural(gpus, 'GPU')}, "
-            f"{plural(len(owned_cores(ranks)), 'core')}): start {len(wanted)} there, or change the "
-            f"numbers"
-        )
 
 
 def _check_distinct(host: str, ranks: Sequence[Inventory], matched: Sequence[Gpu]) -> None:

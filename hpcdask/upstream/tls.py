@@ -42,15 +42,11 @@ def _without_traces(method: Callable[..., Result]) -> Callable[..., Result]:
             raise
         except OSError:
             # a new connection empties the list
-            _spare_context().wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)
+            spare = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            spare.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)
             raise
 
     return call
-
-
-@functools.cache
-def _spare_context() -> ssl.SSLContext:
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 
 
 class Socket(ssl.SSLSocket):
