@@ -240,7 +240,8 @@ class Leader:
             case Broken(error):
                 raise error
             case orders.ProgramStarted(pid):
-                self.program.note_start(pid)
+                self.program.runs = True
+                self.agent.parts |= {"program": pid}
                 self._see_workers()
             case orders.ProgramEnded(code):
                 raise RunOver(ClusterError.exit_code if self.state == "ending" else code)

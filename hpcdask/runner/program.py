@@ -46,11 +46,6 @@ class UserProgram:
         if self.waits:
             self._agent.tell(StartProgram(program_variables(**self._cluster)))
 
-    def note_start(self, pid: int) -> None:
-        """Note the process of a program that has started."""
-        self.runs = True
-        self._agent.parts |= {"program": pid}
-
     def ready(self) -> None:
         """Tell the program that the cluster is ready."""
         if self._line is not None:
