@@ -117,7 +117,7 @@ class HostAgent:
             self._probe = GpuProbe()
         self.scratch = scratch_folder(self.spec.local_directory, self.clean, self.owner)
 
-    def look(self) -> tuple[Inventory, Fabric]:
+    def look(self) -> Inventory:
         """Return what this node has for its workers, and what joins its devices."""
         found = ProbeResult()
         if self._probe is not None:
@@ -126,7 +126,7 @@ class HostAgent:
             found = ProbeResult(fabric=fabric.look(gpus=False))
         if found.gpus and not (find_spec("cuda") and find_spec("cuda.bindings")):
             raise MissingExtra("cuda-bindings", cuda_extra(), "a worker on a GPU")
-        seen = Inventory(
+        return Inventory(
             self.rank.index,
             self.host,
             self.rank.local_index,
@@ -134,8 +134,8 @@ class HostAgent:
             tuple(sorted(os.sched_getaffinity(0))),
             resources.job_memory(),
             resources.cpu_quota(),
+            found.fabric,
         )
-        return seen, found.fabric
 
     async def start_workers(
         self,

@@ -140,14 +140,14 @@ class JobAgent:
         self.gone.set_result(None)
 
     def _place(self) -> list[WorkerPlacement]:
-        found, fabric = self.workers.look()
+        found = self.workers.look()
         given = self._devices(found)
         gpus = tuple(gpu for gpu in given if gpu)
         what = plural(len(found.cores), "core")
         if gpus:
             names, uuids = dict.fromkeys(gpu.name for gpu in gpus), (gpu.uuid for gpu in gpus)
             what = f"{plural(len(gpus), 'GPU')} ({', '.join(names)} {', '.join(uuids)})"
-        links = NodeLinks(found.host, gpus, fabric)
+        links = NodeLinks(found.host, gpus, found.fabric)
         choice = choose(self.spec, [links], alone=True)
         why = f" ({choice.reason})" if self.spec.protocol == "auto" and gpus else ""
         say(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from hpcdask.comm.fabric import Fabric
 from hpcdask.comm.transport import Choice, Reach
 from hpcdask.gpu import memory as gpu_memory
 from hpcdask.gpu.devices import Gpu
@@ -90,7 +91,7 @@ class WorkerPlacement(Record):
 
 @dataclass(frozen=True)
 class Inventory(Record):
-    """Devices, cores and memory that a rank, or a job on one node, may use.
+    """Devices, cores and memory that a rank, or a job on one node, may use, and their links.
 
     ``local_index`` is the rank's number on its node. The GPUs are in CUDA's order. ``memory`` is in
     bytes of the host; ``quota`` is the number of cores whose time a cgroup allows, None for all.
@@ -103,3 +104,4 @@ class Inventory(Record):
     cores: tuple[int, ...]
     memory: int
     quota: int | None = None
+    fabric: Fabric = field(default_factory=Fabric)

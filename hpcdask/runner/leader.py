@@ -139,8 +139,7 @@ class Leader:
         if not self.rank.one_node and (warning := unreachable(self._host(), "--interface")):
             say(warning)
         seen = await self._meet()
-        fabrics = {index: report.fabric for index, report in self.link.reports.items()}
-        plan = make_plan(self.spec, self.rank, seen, fabrics, job=job_id())
+        plan = make_plan(self.spec, self.rank, seen, job=job_id())
         if self.spec.interface == AUTO:
             await self._start_scheduler(plan.interfaces[self.rank.host])
         for warning in plan.warnings:

@@ -29,7 +29,6 @@ from hpcdask.bootstrap.environment import own_process
 from hpcdask.bootstrap.orders import Json, Message
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.stream import LINE_LIMIT, MessageStream
-from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import HpcdaskError, LaunchError, UsageError
 from hpcdask.logs import by_host, numbered
 from hpcdask.node.placement import Inventory, WorkerPlacement
@@ -60,7 +59,6 @@ class RankReport(Message):
     pid: int
     error: str = ""
     inventory: Inventory | None = None
-    fabric: Fabric = field(default_factory=Fabric)
 
     @classmethod
     def of(cls, agent: HostAgent, problem: HpcdaskError | None = None) -> RankReport:
@@ -69,10 +67,9 @@ class RankReport(Message):
         try:
             if problem is not None:
                 raise problem
-            seen, fabric = agent.look()
+            return cls(*who, inventory=agent.look())
         except HpcdaskError as error:
             return cls(*who, error=str(error))
-        return cls(*who, inventory=seen, fabric=fabric)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from operator import attrgetter
 from toolz import groupby
 
 from hpcdask.bootstrap.ranks import Rank
-from hpcdask.comm.fabric import Fabric
 from hpcdask.comm.transport import Choice, NodeLinks, choose, choose_interface
 from hpcdask.errors import DeviceError, LaunchError, UsageError
 from hpcdask.gpu.devices import EACH_A_GPU, Gpu
@@ -162,7 +161,6 @@ def make_plan(
     spec: RunSpec,
     rank: Rank,
     inventories: Mapping[int, Inventory],
-    fabrics: Mapping[int, Fabric],
     *,
     job: str | None,
 ) -> Plan:
@@ -186,10 +184,7 @@ def make_plan(
             f"--workers-min {spec.workers_min}: there will be {plural(planned, 'worker')} here. "
             f"Ask for no more"
         )
-    nodes = [
-        NodeLinks(one.host, tuple(filter(None, given[one.rank])), fabrics[one.rank])
-        for one in ranks
-    ]
+    nodes = [NodeLinks(one.host, tuple(filter(None, given[one.rank])), one.fabric) for one in ranks]
     interfaces = choose_interface(spec, nodes)
     on_gpus = [node for node in nodes if node.gpus]
     choice = choose(spec, on_gpus or nodes)

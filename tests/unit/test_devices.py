@@ -18,7 +18,6 @@ import pytest
 
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.resources import cpu_quota, job_memory
-from hpcdask.comm.fabric import Fabric
 from hpcdask.errors import DeviceError, MissingExtra, UsageError
 from hpcdask.gpu import context, driver
 from hpcdask.gpu import nvml as nvml_module
@@ -309,8 +308,7 @@ def test_the_cpu_time_of_a_container(machine, group, files, quota):
 
 
 def placements(rank: Rank, seen: dict[int, Inventory]) -> list[list[WorkerPlacement]]:
-    links = dict.fromkeys(seen, Fabric())
-    return list(make_plan(RunSpec(device="cpu"), rank, seen, links, job=None).placements.values())
+    return list(make_plan(RunSpec(device="cpu"), rank, seen, job=None).placements.values())
 
 
 def test_workers_share_the_cpu_time_that_there_is():

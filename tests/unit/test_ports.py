@@ -13,7 +13,6 @@ from click.testing import CliRunner
 
 from hpcdask import cli
 from hpcdask.bootstrap.ranks import Rank
-from hpcdask.comm.fabric import Fabric
 from hpcdask.comm.ucx_config import ucx_environment
 from hpcdask.doctor.links import PortFacts, check_range
 from hpcdask.errors import ClusterError, UsageError
@@ -90,11 +89,11 @@ def test_taken_ports_are_left_out_until_none_is_free():
 @pytest.mark.parametrize(("size", "fits"), [(14, False), (15, True)])
 def test_a_range_that_cannot_be_enough_for_a_node(size, fits):
     spec = RunSpec(device="cpu", port_range=f"20000-{19999 + size}")
-    seen = {rank: Inventory(rank, "node1", rank, 8, (0, 1), 1 << 34, ()) for rank in range(4)}
+    seen = {rank: Inventory(rank, "node1", rank, (), (0, 1), 1 << 34) for rank in range(4)}
     rank = Rank(0, 4, 0, 4, "node1", "openmpi", "1")
     told = "20000-20013 has 14 ports, and 4 workers on node1 need at least 15"
     with contextlib.nullcontext() if fits else pytest.raises(UsageError, match=told):
-        made = make_plan(spec, rank, seen, dict.fromkeys(seen, Fabric()), job=None)
+        made = make_plan(spec, rank, seen, job=None)
         assert len(made.placements) == 4
 
 

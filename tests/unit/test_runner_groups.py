@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -40,8 +41,7 @@ def views(*seen: tuple[str, list[int]], cores: int = 12) -> dict[int, Inventory]
 def placed(seen: dict[int, Inventory], groups: str, **more) -> list[str]:
     """By rank, the number of each worker's GPU, or its threads on the CPU."""
     rank = more.pop("rank", FIRST)
-    links = dict.fromkeys(seen, Fabric())
-    found = make_plan(RunSpec(groups=groups, **more), rank, seen, links, job="7.r0").placements
+    found = make_plan(RunSpec(groups=groups, **more), rank, seen, job="7.r0").placements
     words = [
         " ".join(one.gpu.uuid[-1] if one.gpu else f"{one.nthreads} threads" for one in group)
         for _, group in sorted(found.items())
@@ -144,9 +144,8 @@ def test_workers_on_the_cpu_take_tcp_beside_ucx(monkeypatch):
     )
     real, chosen = Choice, []
     seen = views(*[("n1", [0, 1])] * 3)
-    made = make_plan(
-        RunSpec(groups="gpu:2 cpu:1"), FIRST, seen, dict.fromkeys(seen, fabric), job=None
-    )
+    seen = {index: replace(one, fabric=fabric) for index, one in seen.items()}
+    made = make_plan(RunSpec(groups="gpu:2 cpu:1"), FIRST, seen, job=None)
     assert [one.protocol for group in made.placements.values() for one in group] == [
         *("ucx", "ucx", "tcp")
     ]
@@ -154,9 +153,7 @@ def test_workers_on_the_cpu_take_tcp_beside_ucx(monkeypatch):
     line = made.describe(RunSpec(), 3)
     assert line.startswith("3 workers on 1 node (2 x H100, 1 x CPU), ucx between workers")
     few = {index: seen[index] for index in (0, 1)}
-    made = make_plan(
-        RunSpec(groups="gpu:1 cpu:1"), FIRST, few, dict.fromkeys(few, fabric), job=None
-    )
+    made = make_plan(RunSpec(groups="gpu:1 cpu:1"), FIRST, few, job=None)
     assert made.choice.reason == "only one worker has a GPU"
 
 

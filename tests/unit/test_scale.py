@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 from hpcdask.bootstrap.ranks import Rank
-from hpcdask.comm.fabric import Fabric
 from hpcdask.node.placement import Inventory, WorkerPlacement
 from hpcdask.runner.link import Events, Link, RankReport
 from hpcdask.runner.plan import WantedWorkers, make_plan
@@ -54,8 +53,7 @@ def test_who_works_where_is_decided_by_looking_at_each_rank_a_few_times():
         }
         looks[number] = 0
         first = Rank(0, number, 0, 4, "n0", "srun", "launch")
-        links = dict.fromkeys(seen, Fabric())
-        plan = make_plan(RunSpec(device="cpu"), first, seen, links, job=None)
+        plan = make_plan(RunSpec(device="cpu"), first, seen, job=None)
         assert [one.name for one in plan.placements[number - 1]] == [
             f"n{number // 4 - 1}-{number - 1}"
         ]
