@@ -102,7 +102,7 @@ def _reach(path: str | None) -> tuple[str, Security]:
     if own.get("gpus"):
         suit_devices()
     try:
-        # Client would try for its whole timeout. The scheduler would miss the TLS handshake
+        # Client would try for its whole timeout; the scheduler would miss the TLS handshake
         with socket.create_connection(endpoint(content["address"]), timeout=5) as sock:
             if access.require_encryption:
                 context = access.get_connection_args("client")["ssl_context"]

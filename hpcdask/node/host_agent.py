@@ -118,7 +118,7 @@ class HostAgent:
         self.scratch = scratch_folder(self.spec.local_directory, self.clean, self.owner)
 
     def look(self) -> Inventory:
-        """Return what this node has for its workers, and what joins its devices."""
+        """Return what this node has for its workers."""
         found = ProbeResult()
         if self._probe is not None:
             found = self._probe.result()

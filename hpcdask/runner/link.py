@@ -88,6 +88,8 @@ class EndRun(Message):
 
 @dataclass(frozen=True)
 class WorkerFailed(Message):
+    """Failure of a worker to start."""
+
     rank: int
     name: str
     error: str
