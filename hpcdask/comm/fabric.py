@@ -104,8 +104,10 @@ def interfaces(root: str = "/") -> tuple[Interface, ...]:
         stat = stats.get(name)
         local = address.startswith(("127.", "169.254."))  # also a management card's own link
         if stat and stat.isup and not local and not VIRTUAL.match(name):
-            speed = max(0, stat.speed)
-            found.append(Interface(name, address, _kind(name, root), speed))
+            kind = KINDS.get(read(f"{root}sys/class/net/{name}/type"), "other")
+            if kind == "ethernet" and name.startswith("hsn"):
+                kind = "slingshot"
+            found.append(Interface(name, address, kind, max(0, stat.speed)))
     return tuple(found)
 
 
@@ -129,11 +131,6 @@ def unreachable(address: str, remedy: str) -> str:
         f"warning: the scheduler listens at {address}, which other nodes cannot reach: name this "
         f"machine's network with {remedy}"
     )
-
-
-def _kind(name: str, root: str) -> Kind:
-    kind = KINDS.get(read(f"{root}sys/class/net/{name}/type"), "other")
-    return "slingshot" if kind == "ethernet" and name.startswith("hsn") else kind
 
 
 def infiniband(root: str = "/") -> tuple[Port, ...]:

@@ -141,7 +141,7 @@ class Leader:
         seen = await self._meet()
         plan = make_plan(self.spec, self.rank, seen, job=job_id())
         if self.spec.interface == AUTO:
-            await self._start_scheduler(plan.interfaces[self.rank.host])
+            await self._start_scheduler(plan.placements[0][0].interface)
         for warning in plan.warnings:
             say(warning)
         await self._until(

@@ -116,11 +116,10 @@ def _match(ranks: Sequence[Inventory]) -> list[Gpu]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Devices of workers by rank, interfaces by node where chosen, and warnings."""
+    """Workers by rank, how they exchange data, and warnings."""
 
     placements: dict[int, list[WorkerPlacement]]
     choice: Choice
-    interfaces: dict[str, str]
     hosts: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
 
@@ -207,7 +206,7 @@ def make_plan(
         ucx = any(one.protocol == "ucx" for one in there)
         more = PER_SCHEDULER if host == rank.host else 0
         check_size(spec.port_range, len(there), ucx=ucx, more=more, where=f"on {host}")
-    return Plan(placements, choice, interfaces, frozenset(hosts), tuple(filter(None, lines)))
+    return Plan(placements, choice, frozenset(hosts), tuple(filter(None, lines)))
 
 
 class WantedWorkers:
