@@ -66,7 +66,7 @@ async def measure(jobs: int, place: Path) -> Costs:
     scheduler = await start_scheduler(options, security, str(place))
     queue = LocalQueue([cluster])
     controller = Controller(scheduler, queue, folder, poll_interval_s=5.0, say=print_aside)
-    group = controller.add_group("", 1, Policy())
+    group = controller.groups[""] = Group(controller, "", 1, Policy(), {})
     controller.start()
     try:
         with timed(costs, "submit_s"):

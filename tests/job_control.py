@@ -49,7 +49,7 @@ def control(
         say=print if said is None else said.append,
     )
     for name, resources in (groups or {"": {}}).items():
-        controller.add_group(name, size, Policy(**policy), **resources)
+        controller.groups[name] = Group(controller, name, size, Policy(**policy), resources)
     return controller
 
 

@@ -30,8 +30,14 @@ _requests: set[asyncio.Future[Any]] = set()
 
 
 class BaseCluster(Cluster):
-    """Cluster of jobs, with its views; `_folder` is None before the start."""
+    """Cluster of jobs, with its views; `_folder` is None before the start.
 
+    `dashboard_link` is the dashboard's address, seen from this machine, and `tunnel` the command
+    that brings it to the user's, if one is needed.
+    """
+
+    dashboard_link: str = ""
+    tunnel: str = ""
     _folder: ClusterFolder | None = None
 
     def __init__(self, *, asynchronous: bool, loop: Any, name: str | None) -> None:
@@ -96,7 +102,7 @@ class BaseCluster(Cluster):
         waiting = asyncio.ensure_future(super()._wait_for_workers(n_workers, timeout))
         try:
             while not waiting.done():
-                if (failure := await self.too_few(n_workers)) is not None:
+                if (failure := self.failure) is not None and self.expected() < n_workers:
                     raise failure
                 await asyncio.wait([waiting], timeout=0.1)
             await waiting
@@ -107,8 +113,8 @@ class BaseCluster(Cluster):
             waiting.cancel()
 
     @abstractmethod
-    async def too_few(self, n_workers: int) -> HpcdaskError | None:
-        """Return why there will not be so many workers; None if they may come."""
+    def expected(self) -> int:
+        """Return how many workers are there, or may come from groups that submit jobs."""
 
     # What it shows
 
@@ -124,11 +130,6 @@ class BaseCluster(Cluster):
     @abstractmethod
     def failure(self) -> HpcdaskError | None:
         """Return why the cluster has ended or submits no more jobs; None while all is well."""
-
-    @property
-    @abstractmethod
-    def tunnel(self) -> str:
-        """Return the command that brings the dashboard to the user's machine, if one is needed."""
 
     def _transport(self) -> str:
         """Return how workers exchange data, where that is known."""

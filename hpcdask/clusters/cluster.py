@@ -75,15 +75,12 @@ class JobCluster(BaseCluster):
 
     `queue_name` is the queue's name in `hpcdask.queues.registry`, `keywords` the dict of those that
     the class takes. `scheduler` and `controller` are None before the start. `security` is what
-    workers and clients prove themselves with. `dashboard_link` is the dashboard's address, seen
-    from this machine, and `tunnel` the command that brings it to the user's, if one is needed.
+    workers and clients prove themselves with. `id` is the cluster's name in the queue and on disk.
     """
 
     queue_name: ClassVar[str]
     keywords: ClassVar[type] = ClusterKeywords
     _instances: ClassVar[weakref.WeakSet[JobCluster]] = weakref.WeakSet()
-    dashboard_link: str = ""
-    tunnel: str = ""
 
     def __init_subclass__(cls, queue_name: str = "", keywords: type | None = None) -> None:
         if keywords is not None:  # else a user's own class
@@ -120,17 +117,13 @@ class JobCluster(BaseCluster):
         if any(group.n_workers for group in self.groups.values()):
             self.queue.check()
         super().__init__(asynchronous=asynchronous, loop=loop, name=self.options.name)
+        self.id = new_name(self.name)
         if self.options.silence_logs:
             self._exits.enter_context(silence_logging_cmgr(level=self.options.silence_logs))
         if any(group.on_gpu for group in self.groups.values()):
             self._exits.enter_context(suiting_devices())
         self._instances.add(self)
         self._begin()
-
-    @functools.cached_property
-    def id(self) -> str:
-        """Return the cluster's name in the queue and on disk."""
-        return new_name(self.name)
 
     # Start and end
 
@@ -163,7 +156,8 @@ class JobCluster(BaseCluster):
         for name, group in self.groups.items():
             await asyncio.to_thread(folder.write_script, self.job_script(name), name)
             resources = group.spec.all_resources(on_gpu=group.on_gpu)
-            self.controller.add_group(name, group.workers, group.policy, **resources)
+            made = Group(self.controller, name, group.workers, group.policy, resources)
+            self.controller.groups[name] = made
             for directive in self.queue.replaced(group.job):
                 self._say(
                     f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs "
@@ -296,12 +290,16 @@ class JobCluster(BaseCluster):
         """Return the groups and their jobs; none before the start."""
         return self.controller.groups if self.controller else {}
 
+    @property
+    def adapts(self) -> bool:
+        """Return whether the number of workers follows the work."""
+        return getattr(upstream.adaptive(self), "periodic_callback", None) is not None
+
     def limits(self) -> dict[str, float]:
         """Return how many workers each group may come to have without further ado."""
-        adaptive = upstream.adaptive(self)
         limits: dict[str, float] = {name: len(one.names()) for name, one in self._groups.items()}
-        if adaptive is not None and adaptive.state in ("starting", "running"):
-            limits |= {name: most for name, (_, most) in adaptive.bounds.items()}
+        if self.adapts:
+            limits |= {name: most for name, (_, most) in upstream.adaptive(self).bounds.items()}
         return limits
 
     def _most_workers(self) -> float:
@@ -309,11 +307,10 @@ class JobCluster(BaseCluster):
         limits = self.limits()
         return sum(limits[name] for name, one in self._groups.items() if one.failure is None)
 
-    async def too_few(self, n_workers: int) -> HpcdaskError | None:
+    def expected(self) -> int:
         working = [one for one in self._groups.values() if one.failure is None]
         workers = self.scheduler.workers.values() if self.scheduler else ()
-        left = {name for one in working for name in one.names()} | {str(ws.name) for ws in workers}
-        return self.failure if not working or len(left) < n_workers else None
+        return len({str(ws.name) for ws in workers}.union(*(one.names() for one in working)))
 
     def adapt(  # type: ignore[override]
         self,

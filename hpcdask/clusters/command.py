@@ -309,9 +309,9 @@ def up(name: str, system: str, keywords: tuple[str, ...]) -> None:
     by an option for each item, a mapping as JSON: --scheduler-job '{"cores": 2}', or null for a
     process of this host.
     """
-    import hpcdask
+    from .classes import class_of  # imports distributed
 
-    cls = getattr(hpcdask, systems()[system].cluster)
+    cls = class_of(system)
     cluster = cls(**{**_keywords(cls, keywords), "name": name, "detached": True})
     click.echo(f"{name} runs: {cluster.id}, {cluster.scheduler_address}")
     click.echo(

@@ -33,8 +33,8 @@ SHUT_DOWN = (
 )
 #: Longest pause between two queries of a queue that does not answer.
 BACK_OFF_S = 120.0
-#: Seconds between two attempts to submit at a limit of the site; doubled up to the second number.
-RETRY_S = (15.0, 300.0)
+#: Seconds between two attempts to submit at a limit of the site.
+RETRY_S = 60.0
 #: Pause after a step in seconds for each job, at most 1 s in all: a step takes about 0.015 ms for
 #: each, and many workers may come at once.
 STEP_PAUSE_S = 1e-3
@@ -76,7 +76,6 @@ class Group:
     submission: asyncio.Task[None] | None = None
     retry_at: float = 0.0
     unanswered: bool = False
-    _retry_s: float = RETRY_S[0]
     _waiting_users: int = 0
 
     # Its jobs and workers
@@ -205,8 +204,6 @@ class Group:
         self.mark(actions.retire, leaving=True)
         for job_id in actions.retire:
             self.controller.spawn(self._retire(job_id, self.jobs[job_id].restarts))
-        if not actions.submit:
-            self._retry_s = RETRY_S[0]
         due = actions.failed or (actions.submit and time.time() >= self.retry_at)
         if due and self.submission is None and self.failure is None:
             self.submission = asyncio.create_task(self._submit())
@@ -234,8 +231,7 @@ class Group:
                 there = f"{len(self.active())} of {self.wanted} jobs are there"
                 text = f"{self._named(error)}. {there}; trying again later"
                 controller.warn(f"limit {self.name}", text)
-                self.retry_at = time.time() + self._retry_s
-                self._retry_s = min(2 * self._retry_s, RETRY_S[1])
+                self.retry_at = time.time() + RETRY_S
             else:
                 self._fail(error)
         finally:
@@ -253,12 +249,9 @@ class Group:
             raise
         except QueueError as error:  # no job was asked for yet, so that it is tried again
             raise NoAnswer(str(error)) from error
-        while self._missing() > 0:
+        while not self.controller.closing and (count := min(self._plan().submit, largest)) > 0:
             # the shared file system may be slow
             script = await asyncio.to_thread(folder.begin_submission, self.name)
-            count = min(self._missing(), largest)
-            if count <= 0:
-                return
             try:
                 ids = await queue.submit(str(script), count)
             except Refused as error:
@@ -273,10 +266,6 @@ class Group:
                 raise
             else:
                 await self._add(ids)
-
-    def _missing(self) -> int:
-        """Return the number of jobs to submit now."""
-        return 0 if self.controller.closing else self._plan().submit
 
     async def _add(self, ids: Collection[str]) -> None:
         """Add submitted jobs, and record them."""
@@ -300,7 +289,9 @@ class Group:
         error.args = (self._named(text),)
         self.failure = error
         if not self._waiting_users:  # they are told by the exception
-            self.controller.say(display.stopped(error))
+            joint = "\n" if "\n" in text else ". "  # its end may be that of a log
+            then = "Nothing more is submitted until scale() or adapt() asks again"
+            self.controller.say(f"error: {error}{joint}{then}")
 
     # Ending
 
@@ -371,11 +362,6 @@ class Controller:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _nannies: dict[str, str] = field(default_factory=dict)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-
-    def add_group(self, name: str, size: int, policy: Policy, **resources: float) -> Group:
-        """Add a group of jobs of `size` workers, each of which has these resources."""
-        self.groups[name] = Group(self, name, size, policy, resources)
-        return self.groups[name]
 
     # What the cluster asks
 
@@ -451,7 +437,7 @@ class Controller:
     async def _end_jobs(self) -> None:
         start, pause_s, problem = time.monotonic(), 0.0, ""
         # those that run were told by the scheduler to end, and do so in better order
-        due_s = {job.id: END_S if job.arrived else 0.0 for job in self.jobs()}
+        due_s = {job.id: END_S if job.arrived_at else 0.0 for job in self.jobs()}
         while ids := self.live():
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s + 0.1, 2.0)

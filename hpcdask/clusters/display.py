@@ -95,7 +95,7 @@ def jobs_failed(
     """Return the error where too many jobs died, or did not start, with the end of the last log."""
     job = sorted((*starts, *died), key=lambda job: job.died or 0)[-1]
     passed_s = (job.died or 0) - (job.started or math.inf)
-    late = passed_s >= policy.start_timeout_s and not job.arrived and not job.stuck
+    late = passed_s >= policy.start_timeout_s and not job.arrived_at and not job.stuck
     what = f"{len(died)} jobs died within an hour"
     if len(starts) >= policy.failures_max:
         did = "brought no workers" if late else "ended before their workers connected"
@@ -122,10 +122,3 @@ def no_submission(error: HpcdaskError, queue: Queue, folder: ClusterFolder) -> s
     if (denied or isinstance(error, NotHere)) and scheduler_job(folder) is not None:
         return f"{text.rstrip('. ')}. {FROM_LOGIN_NODE}"
     return text
-
-
-def stopped(error: HpcdaskError) -> str:
-    """Return a text that nothing more is submitted, and why."""
-    text = str(error)
-    joint = "\n" if "\n" in text else ". "  # its end may be that of a log, in lines of its own
-    return f"error: {text}{joint}Nothing more is submitted until scale() or adapt() asks again"

@@ -63,11 +63,6 @@ class Job(Record):
     group: str = ""  #: group that it belongs to; empty in a cluster without groups
 
     @property
-    def arrived(self) -> bool:
-        """Return whether all its workers have been connected at one time."""
-        return self.arrived_at is not None
-
-    @property
     def is_over(self) -> bool:
         """Return whether the job has ended."""
         return self.state in OVER
@@ -131,7 +126,7 @@ def observe(job: Job, answer: Answer, held: Mapping[str, int], now: float, polic
     job = _changed(job, workers=names, held=sum(held.values()))
     if job.is_over:
         return job
-    if len(names) >= job.size and not job.arrived:
+    if len(names) >= job.size and job.arrived_at is None:
         job = _changed(job, arrived_at=now)
     if asked:
         job = _changed(job, missed=0 if seen else job.missed + 1)
@@ -158,7 +153,7 @@ def _advance(job: Job, seen: QueueStatus | None, asked: bool, now: float, policy
         facts["reason"] = ""
     if state not in WAITING and state is not JobState.UNKNOWN:
         facts["started"] = job.started or now
-    gone = job.arrived and len(job.workers) < job.size
+    gone = job.arrived_at is not None and len(job.workers) < job.size
     facts["incomplete_since"] = (job.incomplete_since or now) if gone else None
     job = _changed(job, state=state, **facts)
     return _changed(job, expiring=expires(job, now, policy))
@@ -179,7 +174,7 @@ def _conclude(job: Job, said: JobState, known: QueueStatus | None) -> JobState:
         said = JobState.STARTING if has_nodes else JobState.UNKNOWN
     if said is JobState.UNKNOWN and not job.workers:
         return said
-    if job.arrived:
+    if job.arrived_at is not None:
         return JobState.RUNNING if job.leaving or job.cancelled else JobState.LOST
     return JobState.STARTING if job.workers else said
 
@@ -252,7 +247,7 @@ def went_wrong(jobs: Collection[Job], now: float) -> tuple[list[Job], list[Job]]
     died = [(job, job.died) for job in jobs if job.died is not None]
     # somebody may have cancelled a job that waited; one that was given up is cancelled here
     bare = [(job, at) for job, at in died if job.cancelled or job.state is not JobState.CANCELLED]
-    starts = [job for job, at in bare if at >= arrived and not job.arrived]
+    starts = [job for job, at in bare if at >= arrived and job.arrived_at is None]
     return starts, [job for job, at in died if now - at < DEATHS_WINDOW_S]
 
 

@@ -101,10 +101,6 @@ class JobOptions:
             )
         return max(1, self.spec.memory_limit or int(self.job.worker_memory))
 
-    def request(self, tag: str, folder: str, **more: Any) -> Request:
-        """Return the lines that the queue adds to the header."""
-        return dataclasses.replace(self.asked, tag=tag, folder=folder, **more)
-
     def script(self, queue: Queue, cluster: str, folder: str, address: str, *, tls: bool) -> str:
         """Return the script of every job of a cluster or of its group, as it is submitted."""
         logs = os.path.join(folder, "logs")
@@ -120,7 +116,8 @@ class JobOptions:
         options += ["--cluster", cluster, "--workers", str(self.workers // self.asked.nodes)]
         command = f"{self.python} {shlex.join([*options, *self.spec.to_argv()])}"
         command = queue.on_each_node(command)
-        return queue.script(self.job, self.request(f"hpcdask:{cluster}", logs), preamble, command)
+        request = dataclasses.replace(self.asked, tag=f"hpcdask:{cluster}", folder=logs)
+        return queue.script(self.job, request, preamble, command)
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,6 @@ class ClusterOptions:
     scheduler_cls: type[Scheduler]
     security: Security | bool | None
     silence_logs: int | str | bool
-    port_range: str | None
 
     @classmethod
     def read(
@@ -180,7 +176,6 @@ class ClusterOptions:
             scheduler_cls=given.get("scheduler_cls", Scheduler),
             security=given.get("security"),
             silence_logs=given.get("silence_logs", "error"),
-            port_range=next(iter(jobs.values())).spec.port_range,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from distributed import Scheduler, Security
@@ -37,7 +38,11 @@ def make_security(
     if isinstance(asked, Security):
         security = NearbySecurity.of(asked) if type(asked) is Security else asked
         given = {name: getattr(asked, name) for name in FIELDS}
-        keys = {name: _pem(value) for name, value in given.items() if value}
+        keys = {  # texts, or paths of files
+            name: value if "\n" in value else Path(value).read_text()
+            for name, value in given.items()
+            if value
+        }
     else:
         keys = create_credentials()
         security = to_security(keys)
@@ -47,18 +52,10 @@ def make_security(
     return security
 
 
-def _pem(value: str) -> str:
-    """Return a PEM text, which is given as such or as the path of a file."""
-    if "\n" in value:
-        return value
-    with open(value) as file:
-        return file.read()
-
-
 async def start_scheduler(options: ClusterOptions, security: Security, scratch: str) -> Scheduler:
     """Start a scheduler, and its dashboard once somebody looks at it."""
     raise_descriptor_limit()
-    asked = dict(options.scheduler)
+    asked, port_range = dict(options.scheduler), next(iter(options.groups.values())).spec.port_range
     chosen = options.queue.is_local or asked.get("host") or asked.get("interface")
     if not chosen and (address := only_address(own := get_ip())) != own:
         asked["host"] = address
@@ -67,11 +64,11 @@ async def start_scheduler(options: ClusterOptions, security: Security, scratch: 
         "security": security,
         "port": 0,
         "dashboard": False,
-        "dashboard_address": f"{LOOPBACK}:{0 if options.port_range else 8787}",
+        "dashboard_address": f"{LOOPBACK}:{0 if port_range else 8787}",
         "local_directory": scratch,
         **asked,
     }
-    with ports.within(options.port_range):
+    with ports.within(port_range):
         # the default port of the dashboard may be taken
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Port .* is already in use")

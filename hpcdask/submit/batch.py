@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,8 @@ async def prepare(queue: Queue, asked: BatchRequest) -> Batch:
     configured = dask.config.get(f"jobqueue.{queue.jobqueue[0]}.log-directory", None)
     logs = asked.folder if configured is None else str(base_path(configured))
     batch = Batch(queue, f"{BATCH}{new_name(asked.name)}", logs)
-    request = options.request(f"hpcdask:{batch.name}", logs, alone=True)
+    tag = f"hpcdask:{batch.name}"
+    request = replace(options.asked, tag=tag, folder=logs, alone=True)
     preamble, launch = _preamble(batch, asked), _launch_lines(queue, asked, options.python)
     for line in (*preamble, *asked.prologue, *launch):
         one_line(line, "the line")

@@ -95,7 +95,7 @@ def test_a_job_from_pending_to_completed():
     assert (job.state, job.reason, job.nodes) == (JobState.STARTING, "", "n1")
     assert (job.started, job.ends) == (T, T + HOUR)
     job = look(job, seen, names(job))
-    assert (job.state, job.arrived) == (JobState.RUNNING, True)
+    assert (job.state, job.arrived_at) == (JobState.RUNNING, T)
     assert look(job, seen, names(job)) is job
     paused = look(job, replace(seen, reason="SUSPENDED"), names(job))
     assert (paused.state, paused.reason) == (JobState.RUNNING, "SUSPENDED")

@@ -47,8 +47,6 @@ class AttachedCluster(BaseCluster):
     tells whether the number of workers follows the work.
     """
 
-    dashboard_link = ""
-    tunnel = ""
     adapts = False
 
     def __init__(
@@ -125,8 +123,6 @@ class AttachedCluster(BaseCluster):
         return result
 
     async def _shutdown(self) -> None:
-        if self._follower is not None:
-            self._follower.cancel()
         self.status = State.closing  # so that its clients do not try to come back
         await end(self._folder, "shutdown() by a notebook")
         await self._close()
@@ -155,14 +151,14 @@ class AttachedCluster(BaseCluster):
     async def _follow(self) -> None:
         """Ask for the status again and again, and print the cluster's messages."""
         silent = False
-        while self._failure is None:
+        while self.status == State.running:
             began, pause_s = time.monotonic(), LOOK_PAUSE_S
             try:
                 await self._ask("status")
                 pause_s = max(pause_s, LOOK_SHARE * (time.monotonic() - began))
                 silent = False
             except Exception as error:  # a network that is away, an answer that makes no sense
-                if not silent and self._failure is None:
+                if not silent and self.status == State.running:
                     problem = f"{self.name} cannot be followed: {root_cause(error)}"
                     say(f"warning: {problem}; trying again")
                 silent = True
@@ -203,11 +199,8 @@ class AttachedCluster(BaseCluster):
         """End adaptive scaling, which any attached notebook may have started."""
         return self._request("adapt", self._ask, "stop_adapting")
 
-    async def too_few(self, n_workers: int) -> HpcdaskError | None:
-        if self._failure is None and self._seen.failure is not None:  # others may do
-            await self._ask("status", n_workers=n_workers)
-            return to_error(self._seen.too_few)  # type: ignore[no-any-return]
-        return self._failure
+    def expected(self) -> int:
+        return 0 if self._failure else self._seen.expected
 
     # What it shows
 
@@ -237,7 +230,8 @@ class AttachedCluster(BaseCluster):
 
 def make(cls: type[JobCluster], keywords: dict[str, Any]) -> AttachedCluster:
     """Make a detached cluster of this class, and attach to it."""
-    asynchronous, loop = keywords.get("asynchronous", False), keywords.get("loop")
+    asynchronous, loop = keywords.pop("asynchronous", False), keywords.pop("loop", None)
+    keywords.pop("silence_logs", None)  # this process's
     timeout = parse_seconds(keywords.pop("scheduler_timeout", None), "scheduler_timeout")
     folder, start = prepare(cls, keywords)
     return AttachedCluster(

@@ -19,7 +19,6 @@ import time
 from typing import Any
 
 import dask.config
-from distributed.deploy.adaptive import Adaptive
 
 from hpcdask.clusters import classes, retire
 from hpcdask.clusters.controller import SHUT_DOWN
@@ -60,7 +59,6 @@ class Control:
         self.cluster = cls(**keywords, name=record.name, asynchronous=True, silence_logs=False)
         self.cluster.take_folder(folder)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._adaptive: Adaptive | None = None
         self._used = time.monotonic()
         self._began = time.time()
         self._warned = False
@@ -156,25 +154,23 @@ class Control:
             if name == "scale":
                 await self.cluster.scale(*args, **keywords)
             elif name == "adapt":
-                self._adaptive = self.cluster.adapt(**keywords)
-            elif name == "stop_adapting" and self._adaptive is not None:
-                self._adaptive.stop()  # the workers stay
-                self._adaptive = None
-            too_few = await self.cluster.too_few(keywords.get("n_workers", 0))
+                self.cluster.adapt(**keywords)
+            elif name == "stop_adapting" and self.cluster.adapts:
+                upstream.adaptive(self.cluster).stop()  # the workers stay
             jobs, lines = self.cluster.jobs(), upstream.logged(self.cluster)
             status = Status(
                 jobs=list(jobs),
                 groups=list(self.cluster.groups),
                 gpus=list(self.cluster.gpus()),
                 failure=from_error(self.cluster.failure),
-                too_few=from_error(too_few),
+                expected=self.cluster.expected(),
                 lines=lines[told:],
                 told=len(lines),
                 requested=sorted(self.cluster.plan),
                 dashboard=self.cluster.dashboard_link,
                 tunnel=self.cluster.tunnel,
                 problem=jobs.problem,
-                adapts=self._adaptive is not None,
+                adapts=self.cluster.adapts,
             )
             return {"status": json.dumps(status.to_json(), default=sorted)}
         except Exception as error:  # the notebook raises it

@@ -43,8 +43,6 @@ IDLE_TIMEOUT_S = 3600.0
 USUAL = {"cores": 1, "memory": "4GiB", "job_name": "dask-scheduler"}
 #: Keywords of the workers' jobs that count for the scheduler's job, too.
 SHARED = ("account", "project", "queue", "walltime", "python", "job_script_prologue")
-#: Keywords that have a meaning in this process only.
-ONLY_HERE = ("loop", "asynchronous", "silence_logs")
 #: Seconds that a detached cluster has to see that it is to end, and to end with its jobs.
 SEE_END_S, END_TIMEOUT_S = 20.0, 240.0
 #: Seconds between two reads of its record at its start and at its end; and between two questions
@@ -67,12 +65,11 @@ class ControlRequest(Record):
 Start = Callable[[], Awaitable[None]]
 
 
-def prepare(cls: type[JobCluster], given: Mapping[str, Any]) -> tuple[ClusterFolder, Start]:
+def prepare(cls: type[JobCluster], keywords: dict[str, Any]) -> tuple[ClusterFolder, Start]:
     """Check the keywords of a detached cluster of this class, and make its folder.
 
     Raises UsageError if one is unknown or not understood, or the name is taken.
     """
-    keywords = {name: value for name, value in given.items() if name not in ONLY_HERE}
     queue = queue_class(cls.queue_name)()
     scheduler_job = keywords.pop("scheduler_job", None if queue.is_local else {})
     idle_s = parse_seconds(keywords.pop("idle_timeout", IDLE_TIMEOUT_S), "idle_timeout")
@@ -144,8 +141,8 @@ def _script(folder: ClusterFolder, options: ClusterOptions, scheduler: JobOption
     )
     if scheduler is None:
         return "\n".join(["#!/usr/bin/env bash", *preamble, lines, ""])
-    tag = detached.scheduler_tag(folder)
-    request = job.request(tag, str(folder.path), alone=True, warned=True)
+    tag, here = detached.scheduler_tag(folder), str(folder.path)
+    request = dataclasses.replace(job.asked, tag=tag, folder=here, alone=True, warned=True)
     return options.queue.script(job.job, request, preamble, lines)
 
 
