@@ -74,7 +74,7 @@ async def measure(jobs: int, place: Path) -> Costs:
         await until(lambda: len(folder.report().jobs) == jobs)
         with timed(costs, "query_s", REPEATS):
             for _ in range(REPEATS):
-                await controller.ask(group.live())
+                await controller.ask(controller.live())
         await measure_reconcile(costs, "reconcile_waiting_s", controller, group)
         with timed(costs, "survey_s", REPEATS):
             for _ in range(REPEATS):
@@ -92,7 +92,7 @@ async def measure(jobs: int, place: Path) -> Costs:
 
 async def measure_reconcile(costs: Costs, name: str, controller: Controller, group: Group) -> None:
     """Compare what is wanted with what the queue has, without a difference."""
-    ids = group.live()
+    ids = controller.live()
     seen = await controller.ask(ids)
     with timed(costs, name, REPEATS):
         for _ in range(REPEATS):

@@ -11,13 +11,15 @@ from html import escape
 from typing import Any, Self, cast
 
 import dask.config
+from distributed import Scheduler
 from distributed.core import Status
 from distributed.deploy.cluster import Cluster
 from tornado.ioloop import IOLoop
 
 from hpcdask.client.defaults import prompt_clients
+from hpcdask.comm.warmup import transport_of
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.gpu.monitor import GpuTable
+from hpcdask.gpu.monitor import GpuTable, monitor_of
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.logs import ClusterLogs
 from hpcdask.logs import complain
@@ -32,10 +34,11 @@ _requests: set[asyncio.Future[Any]] = set()
 class BaseCluster(Cluster):
     """Cluster of jobs, with its views; `_folder` is None before the start.
 
-    `dashboard_link` is the dashboard's address, seen from this machine, and `tunnel` the command
-    that brings it to the user's, if one is needed.
+    `scheduler` is that of this process, or None. `dashboard_link` is the dashboard's address, seen
+    from this machine, and `tunnel` the command that brings it to the user's, if one is needed.
     """
 
+    scheduler: Scheduler | None = None
     dashboard_link: str = ""
     tunnel: str = ""
     _folder: ClusterFolder | None = None
@@ -58,7 +61,21 @@ class BaseCluster(Cluster):
             raise
 
     def close(self, timeout: float | None = None) -> Any:
-        """Close this object, and stop the event loop that it started."""
+        """Cancel all jobs, wait until the queue no longer has them, and stop the scheduler.
+
+        An object that is attached to a detached cluster only detaches: its `shutdown` ends the
+        cluster.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait for that.
+
+        Raises
+        ------
+        QueueError
+            Jobs are still in the queue; the message names them. Another call tries again.
+        """
         try:
             return super().close(timeout)
         finally:
@@ -102,7 +119,7 @@ class BaseCluster(Cluster):
         waiting = asyncio.ensure_future(super()._wait_for_workers(n_workers, timeout))
         try:
             while not waiting.done():
-                if (failure := self.failure) is not None and self.expected() < n_workers:
+                if (failure := self.failure) is not None and self.most_workers() < n_workers:
                     raise failure
                 await asyncio.wait([waiting], timeout=0.1)
             await waiting
@@ -113,8 +130,8 @@ class BaseCluster(Cluster):
             waiting.cancel()
 
     @abstractmethod
-    def expected(self) -> int:
-        """Return how many workers are there, or may come from groups that submit jobs."""
+    def most_workers(self) -> float:
+        """Return how many workers there may come to be."""
 
     # What it shows
 
@@ -122,18 +139,14 @@ class BaseCluster(Cluster):
     def jobs(self) -> JobTable:
         """Return the state of all jobs, including those that are over."""
 
-    @abstractmethod
     def gpus(self) -> GpuTable:
         """Return what the GPUs of all workers do now; empty while none was sampled."""
+        return monitor_of(self.scheduler).table()
 
     @property
     @abstractmethod
     def failure(self) -> HpcdaskError | None:
         """Return why the cluster has ended or submits no more jobs; None while all is well."""
-
-    def _transport(self) -> str:
-        """Return how workers exchange data, where that is known."""
-        return ""
 
     def job_logs(
         self, *ids: str | int | Iterable[str | int], lines: int | None = None
@@ -192,7 +205,7 @@ class BaseCluster(Cluster):
         if self.tunnel:
             text = "The dashboard listens on this machine only. For a browser on yours:"
             parts.append(f"{text} <code>{escape(self.tunnel)}</code>")
-        if transport := self._transport():
+        if transport := transport_of(self.scheduler):
             parts.append(f"<strong>Transport:</strong> {escape(transport)}")
         tables: Any = (("Jobs", jobs.counts() or "all over", jobs), ("GPUs", gpus.summary(), gpus))
         for title, summary, table in tables:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from subprocess import Popen
 from typing import Any, ClassVar, Self, cast
 
-from distributed import Scheduler, Security, rpc
+from distributed import Security, rpc
 from distributed.core import Status
 from distributed.deploy.adaptive import Adaptive
 from distributed.utils import silence_logging_cmgr
@@ -22,9 +22,8 @@ from distributed.utils import silence_logging_cmgr
 from hpcdask.bootstrap.environment import open_folder_warning
 from hpcdask.client.defaults import suiting_devices
 from hpcdask.client.gang_scheduler import MOST_WORKERS
-from hpcdask.comm.warmup import transport_of
 from hpcdask.errors import HpcdaskError, UsageError
-from hpcdask.gpu.monitor import GpuTable, monitor_of, usage_lines
+from hpcdask.gpu.monitor import monitor_of, usage_lines
 from hpcdask.jobs import watchdog
 from hpcdask.jobs.folder import ClusterFolder, new_name, prune
 from hpcdask.logs import say
@@ -108,7 +107,6 @@ class JobCluster(BaseCluster):
         asynchronous, loop = keywords.pop("asynchronous", False), keywords.pop("loop", None)
         self.options = ClusterOptions.read(type(self), {"n_workers": n_workers, **keywords})
         self.queue, self.groups = self.options.queue, self.options.groups
-        self.scheduler: Scheduler | None = None
         self.security: Security = NearbySecurity()
         self.controller: Controller | None = None
         self._scratch = ""
@@ -165,7 +163,7 @@ class JobCluster(BaseCluster):
                 )
         self.controller.start()
         self.controller.spawn(asyncio.to_thread(prune, self.options.base))
-        scheduler.extensions[MOST_WORKERS] = self._most_workers
+        scheduler.extensions[MOST_WORKERS] = self.most_workers
         await super()._start()
         if wishes := {name: one.n_workers for name, one in self.groups.items() if one.n_workers}:
             await self._scale(wishes)
@@ -214,21 +212,6 @@ class JobCluster(BaseCluster):
         if self._watchdog is not None:
             watchdog.dismiss(self._watchdog)
         self._exits.close()
-
-    def close(self, timeout: float | None = None) -> Any:
-        """Cancel all jobs, wait until the queue no longer has them, and stop the scheduler.
-
-        Parameters
-        ----------
-        timeout
-            Seconds to wait for that.
-
-        Raises
-        ------
-        QueueError
-            Jobs are still in the queue; the message names them. Another call tries again.
-        """
-        return super().close(timeout)
 
     # The number of workers
 
@@ -302,15 +285,12 @@ class JobCluster(BaseCluster):
             limits |= {name: most for name, (_, most) in upstream.adaptive(self).bounds.items()}
         return limits
 
-    def _most_workers(self) -> float:
-        """Return how many workers there may come to be, for gangs."""
+    def most_workers(self) -> float:
         limits = self.limits()
-        return sum(limits[name] for name, one in self._groups.items() if one.failure is None)
-
-    def expected(self) -> int:
-        working = [one for one in self._groups.values() if one.failure is None]
-        workers = self.scheduler.workers.values() if self.scheduler else ()
-        return len({str(ws.name) for ws in workers}.union(*(one.names() for one in working)))
+        return sum(
+            limits[name] if one.failure is None else sum(map(len, one.connected().values()))
+            for name, one in self._groups.items()
+        )
 
     def adapt(  # type: ignore[override]
         self,
@@ -412,9 +392,6 @@ class JobCluster(BaseCluster):
         controller = self.controller
         return JobTable(controller.jobs(), controller.waits) if controller else JobTable()
 
-    def gpus(self) -> GpuTable:
-        return monitor_of(self.scheduler).table()
-
     @property
     def failure(self) -> HpcdaskError | None:
         return self.controller.failure if self.controller else None
@@ -422,9 +399,6 @@ class JobCluster(BaseCluster):
     def _say(self, line: str) -> None:
         upstream.log(self, line)
         say(line)
-
-    def _transport(self) -> str:
-        return transport_of(self.scheduler)
 
 
 @atexit.register

@@ -16,6 +16,7 @@ from distributed.scheduler import TaskState, WorkerState
 
 from hpcdask.client.defaults import send_at_once
 from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, NotHere, QueueError, Refused
+from hpcdask.jobs.detached import scheduler_job
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import ClusterReport, lasting
 from hpcdask.logs import DIED, say
@@ -95,10 +96,6 @@ class Group:
         """Note something about these jobs."""
         for job_id in ids:
             self.jobs[job_id] = replace(self.jobs[job_id], **facts)
-
-    def live(self) -> list[str]:
-        """Return the ids of the jobs that are not over."""
-        return [job.id for job in self.jobs.values() if not job.is_over]
 
     def active(self) -> list[Job]:
         """Return the jobs that are to stay."""
@@ -285,7 +282,10 @@ class Group:
             return
         if not isinstance(error, HpcdaskError):  # such as a full disk: not tried for ever
             error = QueueError(f"cannot submit: {type(error).__name__}: {error}")
-        text = display.no_submission(error, self.controller.queue, self.controller.folder)
+        text = str(error)
+        denied = isinstance(error, QueueError) and self.controller.queue.denied.search(text)
+        if (denied or isinstance(error, NotHere)) and scheduler_job(self.controller.folder):
+            text = f"{text.rstrip('. ')}. {display.FROM_LOGIN_NODE}"
         error.args = (self._named(text),)
         self.failure = error
         if not self._waiting_users:  # they are told by the exception
@@ -487,8 +487,7 @@ class Controller:
         Nannies are known until their job is over, even if their worker is gone.
         """
         live = [job for job in self.jobs() if not job.is_over]
-        prefixes = {name: group.prefix for name, group in self.groups.items()}
-        names = {name for job in live for name in job.worker_names(prefixes[job.group])}
+        names = {name for job in live for name in job.worker_names(self.groups[job.group].prefix)}
         now = {str(ws.name): ws.nanny or "" for ws in self.scheduler.workers.values()}
         known = (self._nannies | now).items()
         self._nannies = {name: nanny for name, nanny in known if name in names}
@@ -536,7 +535,11 @@ class Controller:
     def _fail_hopeless(self) -> None:
         """Fail the Dask tasks that only groups without jobs could run which submit no more."""
         groups = list(self.groups.values())
-        ended = [group for group in groups if group.failure is not None and not group.live()]
+        ended = [
+            group
+            for group in groups
+            if group.failure is not None and all(job.is_over for job in group.jobs.values())
+        ]
         all_ended = len(ended) == len(groups)
 
         def is_hopeless(ts: TaskState) -> bool:

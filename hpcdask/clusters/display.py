@@ -7,12 +7,10 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
-from hpcdask.errors import HpcdaskError, JobsFailed, NotHere, QueueError
-from hpcdask.jobs.detached import scheduler_job
+from hpcdask.errors import JobsFailed
 from hpcdask.jobs.folder import ClusterFolder
 from hpcdask.jobs.state import counts
 from hpcdask.logs import html_table, text_table
-from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, JobState
 
 from .job import Job, Policy
@@ -113,12 +111,3 @@ def jobs_failed(
         f"{what}. The last was job {job.id}: {how}. Script and log are in {folder.path}, the log "
         f"{log}"
     )
-
-
-def no_submission(error: HpcdaskError, queue: Queue, folder: ClusterFolder) -> str:
-    """Return the error's text, with advice if the scheduler's node may not submit."""
-    text = str(error)
-    denied = isinstance(error, QueueError) and queue.denied.search(text)
-    if (denied or isinstance(error, NotHere)) and scheduler_job(folder) is not None:
-        return f"{text.rstrip('. ')}. {FROM_LOGIN_NODE}"
-    return text

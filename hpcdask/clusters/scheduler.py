@@ -37,12 +37,9 @@ def make_security(
         return NearbySecurity()
     if isinstance(asked, Security):
         security = NearbySecurity.of(asked) if type(asked) is Security else asked
-        given = {name: getattr(asked, name) for name in FIELDS}
-        keys = {  # texts, or paths of files
-            name: value if "\n" in value else Path(value).read_text()
-            for name, value in given.items()
-            if value
-        }
+        given = {name: value for name in FIELDS if (value := getattr(asked, name))}
+        # texts, or paths of files
+        keys = {name: pem if "\n" in pem else Path(pem).read_text() for name, pem in given.items()}
     else:
         keys = create_credentials()
         security = to_security(keys)

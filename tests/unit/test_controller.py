@@ -134,7 +134,7 @@ def test_not_all_jobs_that_ended_are_remembered(tmp_path):
 
     asyncio.run(run())
     assert [*group.jobs] == ids[9:]
-    assert group.live() == ids[-1:]
+    assert group.controller.live() == ids[-1:]
 
 
 def test_who_waits_for_what_never_comes_is_told_once(tmp_path):

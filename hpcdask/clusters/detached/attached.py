@@ -105,10 +105,6 @@ class AttachedCluster(BaseCluster):
         await super()._close()
         self._exits.close()
 
-    def close(self, timeout: float | None = None) -> Any:
-        """Detach: the cluster and its jobs go on. To end them: `shutdown`."""
-        return super().close(timeout)
-
     def shutdown(self) -> Any:
         """End the cluster, its scheduler and all its jobs, for everybody.
 
@@ -199,8 +195,8 @@ class AttachedCluster(BaseCluster):
         """End adaptive scaling, which any attached notebook may have started."""
         return self._request("adapt", self._ask, "stop_adapting")
 
-    def expected(self) -> int:
-        return 0 if self._failure else self._seen.expected
+    def most_workers(self) -> float:
+        return 0 if self._failure else self._seen.most_workers
 
     # What it shows
 

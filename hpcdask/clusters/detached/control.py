@@ -108,9 +108,13 @@ class Control:
             record = await asyncio.to_thread(ControlRecord.read, self.folder)
             if record is not None and record.state == detached.ENDING:
                 self.end(record.why)
+        clients = self.scheduler.client_comms  # not what stands for published datasets
+        busy = any(ws.processing for ws in self.scheduler.workers.values())
+        if clients or busy or self.scheduler.queued or self.scheduler.unrunnable:
+            self._used = time.monotonic()
         if str(self.cluster.failure) == SHUT_DOWN:
             self.end("its scheduler was shut down, such as by Client.shutdown")
-        elif limit_s is not None and self._idle_s() > limit_s:
+        elif limit_s is not None and time.monotonic() - self._used > limit_s:
             self.end(f"nobody used it for {limit_s:g} s (idle_timeout)")
         elif walltime_s is not None:
             left_s = self._began + walltime_s - time.time()
@@ -130,14 +134,6 @@ class Control:
         upstream.log(self.cluster, text)
         message = {"args": (f"hpcdask: {text}",), "file": 2, "flush": True}
         self.scheduler.log_event("print", message)
-
-    def _idle_s(self) -> float:
-        """Return the seconds since the last client, attached notebook, or Dask task to compute."""
-        clients = self.scheduler.client_comms  # not what stands for published datasets
-        busy = any(ws.processing for ws in self.scheduler.workers.values())
-        if clients or busy or self.scheduler.queued or self.scheduler.unrunnable:
-            self._used = time.monotonic()
-        return time.monotonic() - self._used
 
     # Requests
 
@@ -163,7 +159,7 @@ class Control:
                 groups=list(self.cluster.groups),
                 gpus=list(self.cluster.gpus()),
                 failure=from_error(self.cluster.failure),
-                expected=self.cluster.expected(),
+                most_workers=self.cluster.most_workers(),
                 lines=lines[told:],
                 told=len(lines),
                 requested=sorted(self.cluster.plan),

@@ -60,16 +60,16 @@ def to_error(known: Mapping[str, str] | None) -> Any:
 class Status(Record):
     """State of a detached cluster, for an attached notebook; errors are as `from_error` has them.
 
-    `expected` workers are there or may come. `lines` are the messages since the last answer, of
-    `told` in all. `requested` are the names of the wanted workers. `problem` is the reason for
-    which jobs may wait for ever. `adapts`: the number of workers follows the work.
+    There may come to be `most_workers`. `lines` are the messages since the last answer, of `told`
+    in all. `requested` are the names of the wanted workers. `problem` is the reason for which jobs
+    may wait for ever. `adapts`: the number of workers follows the work.
     """
 
     jobs: list[Job] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
     gpus: list[GpuState] = field(default_factory=list)
     failure: dict[str, str] | None = None
-    expected: int = 0
+    most_workers: float = 0
     lines: list[str] = field(default_factory=list)
     told: int = 0
     requested: list[str] = field(default_factory=list)
