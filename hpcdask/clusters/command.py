@@ -194,14 +194,12 @@ def down(base: str | None, names: tuple[str, ...], dead: bool, every: bool, yes:
 async def _end_named(base: str | None, names: Sequence[str]) -> list[HpcdaskError]:
     """End each of these clusters, and return what went wrong."""
     clusters, problems = await survey(base)
-    folders, errors = [one.folder for one in clusters if one.folder], list[HpcdaskError]()
-    known = detached.records(folders)
+    errors: list[HpcdaskError] = []
+    records = detached.records(one.folder for one in clusters if one.folder)
+    called = {folder.name: record.name for folder, record in records.items()}
     for name in names:
-        ids = [folder.name for folder in detached.resolve(name, folders, known)]
-        # some have no folder here
-        found = [
-            one for one in clusters if one.name in ids or (not ids and one.name.startswith(name))
-        ]
+        found = [one for one in clusters if name in (one.name, called.get(one.name))]
+        found = found or [one for one in clusters if one.name.startswith(name)]
         if len(found) == 1:
             await _collect(_end(found[0], problems), errors)
             continue

@@ -320,8 +320,7 @@ class Group:
                         f"job {job.id} reaches its walltime and nobody could take over in time: "
                         f"what it holds or runs is computed again"
                     )
-                    reason = "walltime"
-                    await retire.force_out(scheduler, job.workers, reason=reason, expected=False)
+                    await retire.force_out(scheduler, job.workers, expected=False)
                     return
                 deadline_s = left_s if job.expiring else min(left_s, ATTEMPT_S)
                 gone = await retire.retire(scheduler, job.workers, deadline_s=deadline_s)
@@ -331,7 +330,7 @@ class Group:
                     self.mark([job_id], leaving=False)  # there is work for it again
                     controller.wake()
                 elif self.emptied and not any(other.workers for other in self.active()):
-                    await retire.force_out(scheduler, job.workers, reason="scaled-to-0")
+                    await retire.force_out(scheduler, job.workers)
                 else:
                     await asyncio.sleep(1.0)  # until somebody can take what it holds
         except Exception as error:  # a job must not stay for ever as one that leaves

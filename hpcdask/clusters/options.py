@@ -88,19 +88,6 @@ class JobOptions:
         """Return whether its workers compute on GPUs."""
         return bool(self.gpus) and self.spec.device != "cpu"
 
-    @property
-    def worker_memory(self) -> int:
-        """Return the host memory of each worker, in bytes.
-
-        Raises UsageError if only the job learns of it.
-        """
-        if self.spec.memory_limit is None:
-            raise UsageError(
-                "the workers' memory is not known here, since directives request it: count "
-                "workers, jobs or cores, or give memory=…"
-            )
-        return max(1, self.spec.memory_limit or int(self.job.worker_memory))
-
     def script(self, queue: Queue, cluster: str, folder: str, address: str, *, tls: bool) -> str:
         """Return the script of every job of a cluster or of its group, as it is submitted."""
         logs = os.path.join(folder, "logs")

@@ -100,15 +100,13 @@ def _take_back(scheduler: Scheduler, address: str) -> None:
     scheduler.worker_send(address, message | {"stimulus_id": f"hpcdask-take-back-{time()}"})
 
 
-async def force_out(
-    scheduler: Scheduler, names: Collection[str], *, reason: str, expected: bool = True
-) -> None:
+async def force_out(scheduler: Scheduler, names: Collection[str], *, expected: bool = True) -> None:
     """Remove workers at once; Dask computes elsewhere what they hold or run.
 
-    An end that is not `expected` counts as a failure of the Dask tasks that run there, which
-    distributed's ``allowed-failures`` bounds.
+    An end that is not `expected`, by the walltime, counts as a failure of the Dask tasks that run
+    there, which distributed's ``allowed-failures`` bounds.
     """
-    stimulus_id = f"hpcdask-force-out-{reason}-{time()}"
+    stimulus_id = f"hpcdask-force-out-{'emptied' if expected else 'walltime'}-{time()}"
     leaving = _workers(scheduler, names)
     for ws in leaving:
         # The handler of a worker's own message: else the first one's tasks go to the next.
@@ -135,12 +133,12 @@ def fail_waiting(
     error: Exception,
     which: Callable[[TaskState], bool] = lambda ts: True,
     states: Collection[str] = WAITING,
-) -> int:
-    """Fail the Dask tasks that could run and have no worker with `error`; return their number.
+) -> bool:
+    """Fail the Dask tasks that could run and have no worker with `error`, and what depends on them.
 
-    Those that depend on them fail too and are not counted.
+    Return whether there are some.
     """
-    stimulus_id, known, failed = f"hpcdask-fail-waiting-{time()}", scheduler.tasks, 0
+    stimulus_id, known = f"hpcdask-fail-waiting-{time()}", scheduler.tasks
     waiting = [ts.key for ts in known.values() if ts.state in states and which(ts)]
     for key in waiting:
         if key not in known or known[key].state not in states:
@@ -156,8 +154,7 @@ def fail_waiting(
             cause=key,
         )
         scheduler.transitions(recommendations, stimulus_id)
-        failed += 1
-    return failed
+    return bool(waiting)
 
 
 def closable(scheduler: Scheduler, job_of: Callable[[str], str | None]) -> list[str]:

@@ -91,7 +91,13 @@ def _in_workers(job: JobOptions, name: str, value: Any) -> float:
     """Convert a number of workers, jobs or cores, or memory, to workers."""
     unit = name.rpartition("_")[2].rpartition(" ")[2]
     if unit == "memory":
-        return (parse_memory(value, name) or 0) / job.worker_memory
+        if job.spec.memory_limit is None:  # only the job learns of it
+            raise UsageError(
+                "the workers' memory is not known here, since directives request it: count "
+                "workers, jobs or cores, or give memory=…"
+            )
+        each = max(1, job.spec.memory_limit or int(job.job.worker_memory))
+        return (parse_memory(value, name) or 0) / each
     if unit == "jobs":
         return whole_number(value, name, 0) * job.workers
     if unit == "cores":

@@ -430,7 +430,7 @@ def test_a_worker_that_leaves_waits_for_it(cluster, client: Client, tmp_path: Pa
 def test_the_walltime_ends_it_with_a_word(cluster, client: Client, tmp_path: Path):
     async def end() -> None:
         names = [min(str(ws.name) for ws in cluster.scheduler.workers.values())]
-        await retire.force_out(cluster.scheduler, names, reason="walltime", expected=False)
+        await retire.force_out(cluster.scheduler, names, expected=False)
 
     with ThreadPoolExecutor() as pool:
         gang = pool.submit(hpcdask.gang, hold, [str(tmp_path)] * 2, client=client, grace=1)

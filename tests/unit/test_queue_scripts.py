@@ -16,6 +16,7 @@ from hypothesis import given, settings, strategies
 from doors import TAG, make_job, preamble
 from hpcdask.clusters.keywords import job_keywords
 from hpcdask.clusters.options import JobOptions, import_jobqueue, read_job_options
+from hpcdask.clusters.scaling import wishes
 from hpcdask.errors import UsageError
 from hpcdask.queues.base import Queue, Request
 from hpcdask.queues.registry import queue_class
@@ -530,7 +531,7 @@ def test_memory_of_a_users_directive():
     )
     assert found.spec.memory_limit is None  # the job learns of it
     with pytest.raises(UsageError, match="the workers' memory is not known here"):
-        _ = found.worker_memory
+        wishes(print, {"": found}, {"memory": "80GB"}, {})
     for kind in ("SLURM", "PBS"):
         with pytest.raises(UsageError, match="cores and memory of a job are missing"):
             read_job_options(door(kind), {"cores": 8, "job_extra_directives": ["-l mem=9gb"]})

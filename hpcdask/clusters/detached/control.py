@@ -65,8 +65,10 @@ class Control:
 
     async def run(self) -> None:
         """Run the cluster until the end of all its jobs. Raises HpcdaskError if some are left."""
+        more = ": its job was cancelled, or reached its walltime" if self.in_job else ""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
-            asyncio.get_running_loop().add_signal_handler(number, self._signalled, number)
+            why = f"{signal_name(number)}{more}"
+            asyncio.get_running_loop().add_signal_handler(number, self.end, why)
         await self.cluster
         assert self.cluster.scheduler is not None
         self.scheduler = self.cluster.scheduler
@@ -96,10 +98,6 @@ class Control:
         """Begin to end; the first reason counts."""
         if not self.ended.done():
             self.ended.set_result(why)
-
-    def _signalled(self, number: int) -> None:
-        more = ": its job was cancelled, or reached its walltime" if self.in_job else ""
-        self.end(f"{signal_name(number)}{more}")
 
     async def _look(self) -> None:
         """End the cluster if it is time, or somebody has noted that it is to end."""
