@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -30,8 +29,9 @@ from typing import Any
 import psutil
 
 from hpcdask.errors import Refused
-from hpcdask.process import home_folder, process_start
+from hpcdask.process import home_folder
 from hpcdask.security import private
+from hpcdask.spec.parsing import parse_seconds
 
 from .base import Queue, Request
 from .helpers import ended, pick, read, render
@@ -44,9 +44,6 @@ GPUS = "HPCDASK_LOCAL_GPUS"
 KILL_WAIT_S, LOOK_S = 5.0, 0.5
 #: How the line of a script begins that says, in JSON, what the job asks for.
 DIRECTIVE = "#HPCDASK "
-#: Environment and processes of each job, by its id.
-Found = dict[str, tuple[dict[str, str], list[psutil.Process]]]
-_numbers = itertools.count()
 
 
 @dataclass
@@ -98,8 +95,6 @@ class LocalQueue(Queue):
     @classmethod
     def parse_walltime(cls, text: str) -> timedelta:
         """Read ``90s``, ``5min``, ``1h30m``, ``00:30:00`` or a number of seconds."""
-        from hpcdask.spec.parsing import parse_seconds
-
         seconds = parse_seconds(text, "walltime")
         return timedelta.max if seconds is None else timedelta(seconds=seconds)
 
@@ -110,8 +105,7 @@ class LocalQueue(Queue):
                 f"a job asks for {asked.gpus} GPUs, and this machine has {len(self.gpus)} to "
                 f"give. Ask for fewer with gpus_per_job. Script kept at {script}"
             )
-        submitter = f"{os.getpid()}.{process_start(os.getpid())}"
-        ids = [f"{submitter}.{next(_numbers)}" for _ in range(count)]
+        ids = [f"{os.getpid()}.{os.urandom(4).hex()}" for _ in range(count)]
         new = [Entry(QueueStatus(one, JobState.PENDING), script, asked) for one in ids]
         self._entries |= {entry.status.id: entry for entry in new}
         await asyncio.to_thread(self._advance, new)
@@ -121,7 +115,8 @@ class LocalQueue(Queue):
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:
         """Return the status of jobs; another process's job runs, or is not known."""
         found, node = await asyncio.to_thread(_living), os.uname().nodename
-        running = {job: QueueStatus(job, JobState.RUNNING, nodes=node) for job in found}
+        jobs = {env[JOB] for _, env in found}
+        running = {job: QueueStatus(job, JobState.RUNNING, nodes=node) for job in jobs}
         known = {job: entry.status for job, entry in self._entries.items()}
         return pick(ids, running | known)
 
@@ -131,13 +126,14 @@ class LocalQueue(Queue):
             entry.cancelled = True  # also for a thread that is starting it
             if entry.leader is None:
                 entry.note(JobState.CANCELLED, "cancelled")
-        for _, processes in pick(ids, await asyncio.to_thread(_living)).values():
-            _send(processes, signal.SIGTERM, signal.SIGCONT)  # what is stopped ends too
+        for process, env in await asyncio.to_thread(_living):
+            if env[JOB] in ids:
+                _send(process, signal.SIGTERM, signal.SIGCONT)  # what is stopped ends too
 
     async def tagged(self) -> dict[str, str]:
         """Return tags of jobs of this user and ``HPCDASK_HOME``, and of those that wait here."""
         found, home = await asyncio.to_thread(_living), home_folder()
-        tags = {job: env[TAG] for job, (env, _) in found.items() if env.get(HOME) == home}
+        tags = {env[JOB]: env[TAG] for _, env in found if env.get(HOME) == home}
         mine = [one for one in self._entries.values() if one.status.state is JobState.PENDING]
         return tags | {entry.status.id: entry.asked.tag for entry in mine}
 
@@ -152,16 +148,17 @@ class LocalQueue(Queue):
 
     def _advance(self, live: Collection[Entry]) -> None:
         """Note what has ended, kill what has not 5 s after its leader, start what can start."""
-        codes = {one.status.id: one.leader.poll() for one in live if one.leader}
-        exits = {job: code for job, code in codes.items() if code is not None}
-        found, now = _living() if exits else {}, time.monotonic()
-        for job, code in exits.items():
-            entry = self._entries[job]
+        codes = [(one, one.leader.poll()) for one in live if one.leader]
+        exits = [(entry, code) for entry, code in codes if code is not None]
+        found, now = _living() if exits else [], time.monotonic()
+        for entry, code in exits:
             entry.exited = entry.exited or now
-            if job not in found:
+            left = [process for process, env in found if env[JOB] == entry.status.id]
+            if not left:
                 self._settle(entry, code)
             elif now > entry.exited + KILL_WAIT_S:  # a worker's janitor has cleaned up by then
-                _send(found[job][1], signal.SIGKILL)
+                for process in left:
+                    _send(process, signal.SIGKILL)
         if waiting := [entry for entry in live if not entry.leader]:
             self._start(waiting)
 
@@ -179,8 +176,7 @@ class LocalQueue(Queue):
         """Start jobs for which there are GPUs, in the order in which they came."""
         with os.fdopen(private.open_lock(f"{private.node_folder('gpus')}/lock")) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # against other programs of this user
-            living = _living().values()
-            taken = {uuid for env, _ in living for uuid in env.get(GPUS, "").split(",")}
+            taken = {uuid for _, env in _living() for uuid in env.get(GPUS, "").split(",")}
             free = [uuid for uuid in self.gpus or () if uuid not in taken]
             for entry in waiting:
                 if entry.cancelled:
@@ -214,8 +210,6 @@ class LocalQueue(Queue):
             environ = Path(f"/proc/{leader.pid}/environ")
             while leader.poll() is None and job_id.encode() not in environ.read_bytes():
                 time.sleep(0.001)
-            if entry.cancelled:  # meanwhile
-                leader.terminate()
         except OSError as error:
             entry.note(JobState.FAILED, f"it cannot be started: {error}")
         else:
@@ -223,21 +217,18 @@ class LocalQueue(Queue):
             entry.note(JobState.RUNNING, started=now, ends=ends, nodes=node)
 
 
-def _living() -> Found:
-    """Return the jobs of this user that have processes on this machine."""
-    found: Found = {}
+def _living() -> list[tuple[psutil.Process, dict[str, str]]]:
+    """Return the processes of this user's jobs on this machine, with their environments."""
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             # psutil takes 40 us to say that a process is another user's, stat 5
             if os.stat(f"/proc/{process.pid}").st_uid == os.geteuid():
-                env = process.environ()
-                found.setdefault(env.get(JOB, ""), (env, []))[1].append(process)
-    found.pop("", None)
-    return found
+                found.append((process, process.environ()))
+    return [(process, env) for process, env in found if JOB in env]
 
 
-def _send(processes: Iterable[psutil.Process], *numbers: int) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            for number in numbers:
-                process.send_signal(number)
+def _send(process: psutil.Process, *numbers: int) -> None:
+    with contextlib.suppress(psutil.Error):
+        for number in numbers:
+            process.send_signal(number)
