@@ -21,7 +21,6 @@ from pathlib import Path
 
 from hpcdask.errors import QueueError, UsageError
 from hpcdask.logs import say
-from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, WAITING, QueueStatus
 from hpcdask.queues.registry import queue_class
 from hpcdask.spec.records import Record
@@ -208,24 +207,17 @@ async def look(folder: ClusterFolder) -> Sight:
         job = (await queue.query([job_id])).get(job_id)
         there = job is not None and job.state not in OVER
         if not there:
-            gone = f"its scheduler's job {job_id} {await _end_of(queue, job_id, job)}"
+            end = job
+            with contextlib.suppress(QueueError):
+                end = job or (await queue.departed([job_id])).get(job_id)
+            how = f"has ended: {end.words}" if end else "is not in the queue any more"
+            gone = f"its scheduler's job {job_id} {how}"
     # read last: a cluster that is gone by now has told why
     if (record := ControlRecord.read(folder)) is None:
         return Sight(None, there, job, "its record is gone")
     if job is not None and job.state in WAITING and record.state != SUBMITTED:
         gone = f"its scheduler's job {job_id} was ended by the queue, and waits to run again"
     return Sight(record, there, job, record.why or gone)
-
-
-async def _end_of(queue: Queue, job_id: str, job: QueueStatus | None) -> str:
-    """Return how a job has ended, as far as the queue knows."""
-    if job is None:
-        with contextlib.suppress(QueueError):
-            job = (await queue.departed([job_id])).get(job_id)
-    if job is None:
-        return "is not in the queue any more"
-    code = "" if job.exit_code is None else f", exit code {job.exit_code}"
-    return f"has ended: {job.words}{code}"
 
 
 async def settle(folder: ClusterFolder) -> Sight:

@@ -210,16 +210,15 @@ class ClusterFolder:
         """
         found: dict[str, list[Path]] = {job_id: [] for job_id in ids}
         by_words = {tuple(_words(job_id)): job_id for job_id in found}
-        logs, names = self.path / "logs", list[str]()
-        with contextlib.suppress(OSError):
-            names = sorted(name for name in os.listdir(logs) if name.endswith(".log"))
-        for name in names:
-            if name.startswith("queue-"):
-                words = _words(name)[1:-1]
+        logs = self.path / "logs"
+        paths = sorted(logs.iterdir()) if logs.is_dir() else []
+        for path in paths:
+            if path.match("queue-*.log"):
+                words = _words(path.stem)[1:]
                 heads = (tuple(words[:count]) for count in range(len(words), 0, -1))
                 if job_id := next(filter(None, map(by_words.get, heads)), None):
-                    found[job_id].append(logs / name)
-        for job_id in found.keys() & {name.removesuffix(".log") for name in names}:
+                    found[job_id].append(path)
+        for job_id in found.keys() & {path.stem for path in paths if path.suffix == ".log"}:
             found[job_id].append(self.log_path(job_id))
         return found
 

@@ -56,5 +56,7 @@ class QueueStatus:
 
     @property
     def words(self) -> str:
-        """Return the state with its reason, such as ``pending (Resources)``."""
-        return f"{self.state} ({self.reason})" if self.reason else str(self.state)
+        """Return the state with reason and exit code, such as ``pending (Resources)``."""
+        reason = f" ({self.reason})" if self.reason else ""
+        code = "" if self.exit_code is None else f", exit code {self.exit_code}"
+        return f"{self.state}{reason}{code}"

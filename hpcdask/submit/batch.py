@@ -21,7 +21,7 @@ from hpcdask.clusters.options import (
     read_job_options,
     read_section,
 )
-from hpcdask.errors import QueueError, Refused, UsageError
+from hpcdask.errors import QueueError, UsageError
 from hpcdask.jobs.folder import BATCH, base_path, make_owned, new_name
 from hpcdask.process import umask
 from hpcdask.queues.base import Allocation, Queue
@@ -201,14 +201,11 @@ class Batch:
         try:
             (job_id,) = await self.queue.submit(str(script), 1)
             return job_id
-        except Refused:
-            raise
         except QueueError:  # the command may have been slow only in saying so
             with contextlib.suppress(QueueError):
-                tags = await self.queue.tagged()
-                found = [job for job, tag in tags.items() if tag == f"hpcdask:{self.name}"]
-                if len(found) == 1:
-                    return found[0]
+                for job, tag in (await self.queue.tagged()).items():
+                    if tag == f"hpcdask:{self.name}":
+                        return job
             raise
 
 
