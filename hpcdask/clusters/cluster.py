@@ -156,7 +156,7 @@ class JobCluster(BaseCluster):
             resources = group.spec.all_resources(on_gpu=group.on_gpu)
             made = Group(self.controller, name, group.workers, group.policy, resources)
             self.controller.groups[name] = made
-            for directive in self.queue.replaced(group.job):
+            for directive in filter(self.queue.overruled.search, group.job.job_extra_directives):
                 self._say(
                     f"warning: the directive {directive!r} has no effect: hpcdask knows its jobs "
                     f"by a tag in its place"

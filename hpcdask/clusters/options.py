@@ -229,7 +229,7 @@ class _Reader:
             check_lines(settings.get(name), name)
         check_lines(self.section.get("name"), "name")
         # only the job knows its memory if a directive asks for it, and `memory` does not
-        in_directive = self.queue.requests_memory(_directives(settings))
+        in_directive = any(map(self.queue.told_memory.search, _directives(settings)))
         learns_memory = "memory" not in settings and in_directive
         if learns_memory:
             settings["memory"] = NO_MEMORY

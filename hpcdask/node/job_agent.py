@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
@@ -20,7 +21,6 @@ from hpcdask.gpu.devices import Gpu
 from hpcdask.logs import complain, plural, say
 from hpcdask.queues.registry import (
     how_to_request,
-    is_job_of_queue,
     job_id,
     queue_class,
     system_of_job,
@@ -65,7 +65,9 @@ async def work(agent: HostAgent, asked: JobSpec) -> int:
 def refuse_nodes(job: str) -> None:
     """Raise UsageError in a job of several nodes on whose others nothing starts workers."""
     system = system_of_job()
-    if system is None or not is_job_of_queue(job):
+    # the variables may be those of an outer job
+    numbers = {re.split(r"\D", text, maxsplit=1)[0] for text in (job, job_id() or "none")}
+    if system is None or len(numbers) > 1:
         return
     if (nodes := queue_class(system).node_count(os.environ)) > 1:
         raise UsageError(

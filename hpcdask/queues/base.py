@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -27,7 +27,6 @@ from .helpers import (
     option_values,
     parse_clock,
     render,
-    words,
 )
 from .job_state import WAITING, QueueStatus
 
@@ -125,6 +124,9 @@ class Queue(ABC):
     limits: ClassVar[re.Pattern[str]] = NOTHING
     #: What commands say on a host that may not use them, or whose jobs may not.
     denied: ClassVar[re.Pattern[str]] = NOTHING
+    #: What they say if the system did not answer them, and what of their words says nothing.
+    unanswered: ClassVar[re.Pattern[str]] = NOTHING
+    noise: ClassVar[re.Pattern[str]] = NOTHING
     #: How variables begin that would change what its commands do, or what a job learns of itself.
     ignored_variables: ClassVar[tuple[str, ...]] = ()
     #: What the command that cancels says, line by line, if it failed only as jobs are gone already.
@@ -149,6 +151,9 @@ class Queue(ABC):
     #: Option of dask-jobqueue's line with the memory; directives of the user that take its place.
     memory_option: ClassVar[str] = ""
     memory_pattern: ClassVar[re.Pattern[str]] = NOTHING
+    #: Directives that request memory of which the job learns, and those that the tag overrules.
+    told_memory: ClassVar[re.Pattern[str]] = NOTHING
+    overruled: ClassVar[re.Pattern[str]] = NOTHING
     #: How one asks for a GPU; options of directives that may do so, and their values.
     gpu_example: ClassVar[str] = ""
     gpu_options: ClassVar[tuple[str, ...]] = ("-l",)
@@ -253,10 +258,6 @@ class Queue(ABC):
         log = f"{shlex.quote(request.folder)}/{self.job_id}.log"
         return [f"[ ! -e {log} ] || exit {AGAIN}  # started before: the cluster replaces this job"]
 
-    def replaced(self, job: Any) -> list[str]:
-        """Return the user's directives that `script` overrules with the tag."""
-        return []
-
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
         """Return the GPUs that a user's directive requests for a job of so many nodes, or None.
@@ -264,11 +265,6 @@ class Queue(ABC):
         The directive has no prefix. ``--cpus-per-gpu=8`` and ``-p gpus`` request none.
         """
         return first_number(cls.gpu_pattern, option_values(directive, *cls.gpu_options))
-
-    @classmethod
-    def requests_memory(cls, directives: Iterable[str]) -> bool:
-        """Return whether a user's directives request memory, and the queue tells the job of it."""
-        return False
 
     @classmethod
     def parse_walltime(cls, text: str) -> timedelta:
@@ -425,8 +421,16 @@ class Queue(ABC):
 
     def failed(self, done: subprocess.CompletedProcess[str]) -> QueueError:
         """Return the error of a command that failed."""
-        kind = NotHere if self.denied.search(done.stderr + done.stdout) else QueueError
-        return kind(f"{done.args[0]} failed: {words(done)}. See whether it works in a terminal")
+        text = self.words(done)
+        silent = NoAnswer if self.unanswered.search(text) else QueueError
+        kind = NotHere if self.denied.search(text) else silent
+        return kind(f"{done.args[0]} failed: {text}. See whether it works in a terminal")
+
+    def words(self, done: subprocess.CompletedProcess[str]) -> str:
+        """Return what a command said, each line once, without full stops."""
+        said = self.noise.sub("", done.stderr.strip() or done.stdout.strip())
+        lines = dict.fromkeys(" ".join(line.split()).rstrip(".") for line in said.splitlines())
+        return "; ".join(filter(None, lines))[:500] or f"exit code {done.returncode}"
 
     async def take(self, script: str, pattern: str, *command: str, **options: Any) -> re.Match[str]:
         """Submit a script with this command, and find the job's id in what it prints.
@@ -438,14 +442,14 @@ class Queue(ABC):
             raise self.refused(done, script)
         if not (found := re.search(pattern, done.stdout, re.M)):
             raise QueueError(
-                f"{command[0]} answered {words(done)!r} instead of a job's id. See with "
+                f"{command[0]} answered {self.words(done)!r} instead of a job's id. See with "
                 f"{self.programs[1]} whether the job is there"
             )
         return found
 
     def refused(self, done: subprocess.CompletedProcess[str], script: str) -> QueueError:
         """Return the error of a submission that failed: for now if its words match `limits`."""
-        text = words(done)
+        text = self.words(done)
         return Refused(
             f"{done.args[0]} refused the job: {text}. Script kept at {script}. {self.advice}",
             for_now=bool(self.limits.search(text)),

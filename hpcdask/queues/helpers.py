@@ -7,7 +7,6 @@ import os
 import pwd
 import re
 import shlex
-import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -130,12 +129,6 @@ async def read(script: str) -> str:
 
 
 # What commands say
-
-
-def words(done: subprocess.CompletedProcess[str]) -> str:
-    """Return what a command said, in one line, without a full stop."""
-    text = " ".join((done.stderr.strip() or done.stdout.strip()).split())
-    return text[:500].rstrip(".") or f"exit code {done.returncode}"
 
 
 def read_xml(text: str, command: str) -> ElementTree.Element:

@@ -128,7 +128,7 @@ class OarQueue(Queue):
         if done.returncode or (not ids and "ERROR" in done.stdout + done.stderr):
             raise self.refused(done, script)
         if len(ids) != count:
-            raise QueueError(f"oarsub answered {helpers.words(done)!r} instead of {count} job ids")
+            raise QueueError(f"oarsub answered {self.words(done)!r} instead of {count} job ids")
         return ids
 
     async def query(self, ids: Collection[str]) -> dict[str, QueueStatus]:

@@ -117,7 +117,7 @@ class PbsQueue(Queue):
             done = await self.run("qstat", "--version")
             if done.returncode:
                 raise self.failed(done)
-            self.version = helpers.words(done)  # Torque's is among the errors
+            self.version = self.words(done)  # Torque's is among the errors
         return "pbs_version" not in self.version
 
     async def submit(self, script: str, count: int) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,30 +23,23 @@ class System(NamedTuple):
 
     `queue` is ``module:Class``, imported when it is used; `cluster` is the name under which
     `hpcdask` offers the cluster class. Only the system's jobs have the variable `job`; its value is
-    the id if there is no `task`. `restarts` counts how often a job was started again under its id.
-    The elements of an array share a `number`, and `task` tells them apart.
+    the id if no `parts` name those of the id. `restarts` counts how often a job was started again
+    under its id.
     """
 
     queue: str
     cluster: str
     job: str = ""
     restarts: str = ""
-    number: str = ""
-    task: str = ""
+    parts: tuple[str, ...] = ()
 
 
 #: In the order in which commands are looked for: SLURM, Grid Engine and Moab may have a qsub too.
 SYSTEMS = {
-    "slurm": System(
-        ".slurm:SlurmQueue",
-        "SLURMCUDACluster",
-        "SLURM_JOB_ID",
-        restarts="SLURM_RESTART_COUNT",
-        number="SLURM_ARRAY_JOB_ID",
-    ),
+    "slurm": System(".slurm:SlurmQueue", "SLURMCUDACluster", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
     "lsf": System(".lsf:LsfQueue", "LSFCUDACluster", "LSB_JOBID"),
     "sge": System(  # JOB_ID alone might be anybody's
-        ".sge:SgeQueue", "SGECUDACluster", "SGE_JOB_SPOOL_DIR", number="JOB_ID", task="SGE_TASK_ID"
+        ".sge:SgeQueue", "SGECUDACluster", "SGE_JOB_SPOOL_DIR", parts=("JOB_ID", "SGE_TASK_ID")
     ),
     "moab": System(".moab:MoabQueue", "MoabCUDACluster"),  # its jobs are PBS's too
     "pbs": System(".pbs:PbsQueue", "PBSCUDACluster", "PBS_JOBID"),
@@ -118,16 +110,10 @@ def job_id(environ: Mapping[str, str] | None = None, *, installed: bool = True) 
     environ = os.environ if environ is None else environ
     name = system_of_job(environ, installed=installed)
     if name and (system := find_system(name)):
-        if system.task:
-            return f"{environ.get(system.number)}.{environ.get(system.task)}"
+        if system.parts:
+            return ".".join(environ.get(name, "") for name in system.parts)
         return f"{environ[system.job]}.r{environ.get(system.restarts, '0')}"
     return next((f"{environ[name]}.r0" for name in FLUX if environ.get(name)), None)
-
-
-def is_job_of_queue(job: str) -> bool:
-    """Return whether the queueing system's variables are this job's, not an outer job's."""
-    numbers = [re.split(r"\D", text, maxsplit=1)[0] for text in (job, job_id() or "none")]
-    return numbers[0] == numbers[1]
 
 
 def title_and_request() -> tuple[str, str]:

@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -111,6 +111,8 @@ class SlurmQueue(Queue):
     keywords = ("gpu_request",)
     programs = ("sbatch", "squeue", "scancel")
     denied = re.compile(r"Access/permission denied", re.I)
+    unanswered = re.compile(f"{LOST_ANSWER.pattern}|{TOO_BUSY.pattern}", re.I)
+    noise = re.compile(r"(?m)^\w+: (error: )?|Batch job submission failed: ")
     gone = re.compile(r"Invalid job id specified|already complet", re.I)
     job_id = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
     restarts = "${SLURM_RESTART_COUNT:-0}"
@@ -130,7 +132,8 @@ class SlurmQueue(Queue):
     quoted_options = "-p -A -t --mem"
     escaped = '"\\'
     memory_option = "--mem"
-    memory_pattern = re.compile(r"(^|\s)--mem(-per-\w+)?(=|\s|$)")
+    memory_pattern = told_memory = re.compile(r"(^|\s)--mem(-per-\w+)?(=|\s|$)")
+    overruled = re.compile(r"(^|\s)--comment(=|\s|$)")
     gpu_example = (
         "#SBATCH --gpus-per-node=1 (or --gres=gpu:1), and srun --gpus-per-task=1 --gpu-bind=none"
     )
@@ -182,10 +185,6 @@ class SlurmQueue(Queue):
         comment = f"#SBATCH --comment={self.quote(request.tag)}"
         return [*lines, comment, f"#SBATCH --output={self.quote(log)}"]
 
-    def replaced(self, job: Any) -> list[str]:
-        lines, comment = job.job_extra_directives, re.compile("--comment(=|$)")
-        return [line for line in lines if any(map(comment.match, _words(line)))]
-
     @classmethod
     def requested_gpus(cls, directive: str, nodes: int = 1) -> int | None:
         """Read ``--gres=gpu:a100:2,nvme:500``, ``--tres-per-node=gres/gpu:2``, ``-G a100:2``."""
@@ -195,10 +194,6 @@ class SlurmQueue(Queue):
                 if count or "res" not in option:
                     return count if option in cls.gpu_options[-3:] else nodes * count
         return None
-
-    @classmethod
-    def requests_memory(cls, directives: Iterable[str]) -> bool:
-        return any(map(cls.memory_pattern.search, directives))
 
     async def allocation(
         self, asked: Allocation, directives: list[str], site: Mapping[str, Any]
@@ -336,14 +331,8 @@ class SlurmQueue(Queue):
     def lasting(cls, reason: str) -> str | None:
         return _advice(reason) if LASTING.match(reason) or STUCK.search(reason) else None
 
-    def failed(self, done: subprocess.CompletedProcess[str]) -> QueueError:
-        text = _said(done)
-        passes = LOST_ANSWER.search(text) or TOO_BUSY.search(text)
-        kind = NoAnswer if passes else QueueError
-        return kind(f"{done.args[0]} failed: {text}. See whether it works in a terminal")
-
     def refused(self, done: subprocess.CompletedProcess[str], script: str) -> QueueError:
-        text = _said(done)
+        text = self.words(done)
         if LOST_ANSWER.search(text):
             return NoAnswer(
                 f"sbatch got no answer for {script}: {text}. See with squeue whether the job is "
@@ -472,11 +461,3 @@ def _code(word: str, status: str) -> int | None:
 
 def _advice(text: str) -> str:
     return next((how for about, how in ADVICE if re.search(about, text, re.I)), "")
-
-
-def _said(done: subprocess.CompletedProcess[str]) -> str:
-    """Return what a command said in one line, without what SLURM puts before each of its lines."""
-    said = done.stderr.strip() or done.stdout.strip()
-    bare = re.sub(r"(?m)^\w+: (error: )?|Batch job submission failed: ", "", said)
-    lines = dict.fromkeys(line.strip().rstrip(".") for line in bare.splitlines() if line.strip())
-    return "; ".join(lines)[:500] or f"exit code {done.returncode}"

@@ -174,9 +174,9 @@ def test_failures(tmp_path: Path, kind: type[Queue]):
 
 def test_what_oar_says_of_several_jobs_is_read_line_by_line():
     """Regression: one job that was gone hid that another could not be cancelled."""
-    queue, said = OarQueue(), "Cannot frag 8 ; You are not the right user."
+    queue, said = OarQueue(), "Cannot frag 8 ; You are not the right user"
     out = "Deleting the job = 8 ...ERROR.\nDeleting the job = 9 ...ERROR.\n"
-    Site(queue, {"oardel": (6, out, f"{said}\nCannot frag 9 ; This job was already killed.\n")})
+    Site(queue, {"oardel": (6, out, f"{said}.\nCannot frag 9 ; This job was already killed.\n")})
     with pytest.raises(QueueError, match=re.escape(said)):
         do(queue.cancel(["8", "9"]))
 

@@ -332,8 +332,8 @@ def test_other_gres_of_the_user_stay_beside_the_gpus(own: list[str], line: str):
 def test_a_users_memory_takes_the_place_of_the_jobs(own: str):
     lines = directives("SLURM", job_extra_directives=[own])
     assert [one for one in lines if "--mem" in one] == [own]
-    assert SlurmQueue.requests_memory([own])
-    assert not SlurmQueue.requests_memory(["--mem-bind=local", "--comment=x--mem"])
+    assert SlurmQueue.told_memory.search(own)
+    assert not any(map(SlurmQueue.told_memory.search, ["--mem-bind=local", "--comment=x--mem"]))
 
 
 def test_quoting_of_slurm():

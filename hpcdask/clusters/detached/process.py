@@ -116,7 +116,7 @@ def _scheduler_job(
         given["job_extra_directives"] = [
             one
             for one in directives
-            if queue.requested_gpus(str(one)) is None and not queue.requests_memory([str(one)])
+            if queue.requested_gpus(str(one)) is None and not queue.told_memory.search(str(one))
         ]
     try:
         return read_job_options(queue, given, keywords.get("config_name"))
