@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 
 from hpcdask.errors import NotHere, QueueError, root_cause
-from hpcdask.queues.base import COMMAND_TIMEOUT_S, Queue
+from hpcdask.queues.base import Queue
 from hpcdask.spec.names import parse_tag
 
 from .folder import ClusterFolder
@@ -16,7 +16,7 @@ from .folder import ClusterFolder
 #: Seconds that cancelling and verifying may take. More than an unanswered submission counts.
 END_S = 150.0
 #: Seconds for which a submission that was cut off may still bring jobs.
-UNANSWERED_S = COMMAND_TIMEOUT_S + 15
+UNANSWERED_S = Queue.timeout_s + 15
 #: Least and most seconds between two looks at the queue.
 PAUSE_S = (0.5, 10.0)
 

@@ -28,17 +28,10 @@ from .helpers import (
     parse_clock,
     render,
 )
-from .job_state import WAITING, QueueStatus
+from .job_state import QueueStatus
 
-#: Seconds after which a command of a queueing system counts as hanging.
-COMMAND_TIMEOUT_S = 60.0
 #: Matches no text.
 NOTHING = re.compile(r"(?!)")
-#: Advice where the commands of a queueing system are missing.
-WHERE_TO_RUN = (
-    "Run this on a login node of the site. A container needs the queue's commands and their "
-    "configuration bound into it"
-)
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ class Queue(ABC):
     #: Commands that must be on PATH; the first three submit, show and cancel jobs.
     programs: ClassVar[tuple[str, ...]]
     #: Seconds after which a command counts as hanging.
-    timeout_s: float = COMMAND_TIMEOUT_S
+    timeout_s: float = 60.0
     #: How to list what may be asked for, per kind of refusal.
     advice: ClassVar[str] = ""
     #: Words of refusals that time or fewer jobs cure.
@@ -347,13 +340,6 @@ class Queue(ABC):
         """Return advice on jobs that wait for this reason; None where that ends by itself."""
         return cls.advice if re.search(r"\bheld\b|never run|error state", reason, re.I) else None
 
-    @classmethod
-    def judge(cls, seen: QueueStatus, words: str) -> str:
-        """Add to words about a job that it may never start, and what to do, where that is so."""
-        if seen.state not in WAITING or (advice := cls.lasting(seen.reason)) is None:
-            return words
-        return ". ".join(filter(None, [f"{words}, and may never start", advice]))
-
     # Running commands
 
     async def run(
@@ -464,7 +450,8 @@ class Queue(ABC):
             if shutil.which(program) is None:
                 raise UsageError(
                     f"there is no {program} on this machine, so {self.title} cannot be reached. "
-                    f"{WHERE_TO_RUN}. {instead}"
+                    f"Run this on a login node of the site. A container needs the queue's commands "
+                    f"and their configuration bound into it. {instead}"
                 )
 
 

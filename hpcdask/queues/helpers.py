@@ -11,16 +11,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+from xml.etree import ElementTree
 
 from hpcdask.errors import QueueError, UsageError
 from hpcdask.process import signal_name
 from hpcdask.upstream.parts import prologue
 
 from .job_state import OVER, JobState, QueueStatus
-
-if TYPE_CHECKING:
-    from xml.etree import ElementTree
 
 T = TypeVar("T")
 #: Exit code of a job that the queue has started a second time.
@@ -133,8 +131,6 @@ async def read(script: str) -> str:
 
 def read_xml(text: str, command: str) -> ElementTree.Element:
     """Read the XML that a command printed. Raises QueueError if it is none."""
-    from xml.etree import ElementTree
-
     try:
         return ElementTree.fromstring(text)
     except ElementTree.ParseError as error:

@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import Any, Literal, get_args
 
 from hpcdask.errors import NoAnswer, QueueError, Refused, UsageError
+from hpcdask.spec.parsing import parse_choice
 
 from .base import Allocation, Queue, Request
 from .helpers import elements, option_values, option_words, parse_clock, pick, read
@@ -153,9 +154,7 @@ class SlurmQueue(Queue):
     names_log = True
 
     def __init__(self, gpu_request: GpuRequest = "gres") -> None:
-        if gpu_request not in (forms := get_args(GpuRequest)):
-            raise UsageError(f"gpu_request={gpu_request!r} is not one of {', '.join(forms)}")
-        self.gpu_request = gpu_request
+        self.gpu_request = parse_choice(gpu_request, "gpu_request", get_args(GpuRequest))
         self._site: dict[str, str] = {}
         self._shown: set[str] = set()  # by the last query
 

@@ -13,6 +13,7 @@ from typing import Any
 from hpcdask.errors import QueueError
 from hpcdask.jobs.cancel import end_jobs
 from hpcdask.jobs.logs import GrowingFile
+from hpcdask.jobs.state import lasting
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import OVER, JobState, QueueStatus
 
@@ -36,20 +37,16 @@ async def submit_and_wait(batch: Batch, say: Say) -> int:
     queue does not take the job, or does not answer for long.
     """
     loop = asyncio.get_running_loop()
-    stopped: asyncio.Future[Any] = loop.create_future()
+    stops: asyncio.Queue[signal.Signals] = asyncio.Queue()
     signals = (signal.SIGINT, signal.SIGTERM)
-
-    def stop(number: signal.Signals) -> None:
-        if not stopped.done():
-            stopped.set_result(number)
-
     for number in signals:
-        loop.add_signal_handler(number, stop, number)
+        loop.add_signal_handler(number, stops.put_nowait, number)
     try:
         job_id = await batch.submit()  # an answer that is given up would leave a job
         tell(batch, job_id, say)
         log = GrowingFile(batch.log(job_id))
         waiting: asyncio.Future[Any] = asyncio.ensure_future(wait(batch.queue, job_id, log, say))
+        stopped = asyncio.ensure_future(stops.get())
         await asyncio.wait({waiting, stopped}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for number in signals:
@@ -107,7 +104,8 @@ async def wait(queue: Queue, job_id: str, log: GrowingFile, say: Say) -> QueueSt
                 return seen
             runs = f"runs{f' on {seen.nodes}' if seen.nodes else ''}"
             how = runs if seen.state is JobState.RUNNING else f"is {seen.words}"
-            shown, text = now, queue.judge(seen, f"job {job_id} {how}")
+            lasts = lasting([seen], type(queue)).values()
+            shown, text = now, ". ".join([f"job {job_id} {how}", *lasts])
         elif now > shown + MISSING_S:
             raise QueueError(
                 f"{queue.title} does not show job {job_id} any more, and how it ended is not "
@@ -125,17 +123,12 @@ async def wait(queue: Queue, job_id: str, log: GrowingFile, say: Say) -> QueueSt
 
 def result(batch: Batch, job_id: str, seen: QueueStatus, say: Say) -> int:
     """Return the exit code for a job that is over; say what is wrong, and where to read more."""
-    code, reason = seen.exit_code, f": {seen.reason}" if seen.reason else ""
+    code = seen.exit_code
     if seen.state is JobState.COMPLETED and code == 0:
         return 0
-    if seen.state in (JobState.COMPLETED, JobState.FAILED):
-        how = f"its exit code is not known{reason}" if code is None else f"exit code {code}"
-        say(f"job {job_id} {seen.state}, {how}")
-        code = code if code and 0 < code < 256 else 1
-    else:
-        ended = "ran out of time" if seen.state is JobState.TIMEOUT else f"was {seen.state}"
-        say(f"job {job_id} {ended}{reason}")
-        code = 1
+    say(f"job {job_id} has ended: {seen.words}{', exit code unknown' if code is None else ''}")
+    of_program = seen.state in (JobState.COMPLETED, JobState.FAILED)
+    code = code if of_program and code and 0 < code < 256 else 1
     if seen.copies:
         say(f"the queue runs it again as job {', '.join(seen.copies)}")
     if not batch.log(job_id).exists():

@@ -183,7 +183,7 @@ def test_what_ends_a_job_that_is_waited_for(login: Login):
     ended = check_end(cancelled, 1)
     assert ended.out.startswith("started\n")
     assert ended.out.count("CANCELLED") == 1  # SLURM's own word, in the log
-    assert f"hpcdask: job {first[0]} was cancelled" in ended.err.splitlines()[-1]
+    assert f"hpcdask: job {first[0]} has ended: cancelled" in ended.err.splitlines()[-1]
     ended = check_end(interrupted, 130)
     assert ended.out.startswith("started\n")
     assert f"hpcdask: SIGINT: cancelling job {second}" in ended.err
@@ -194,7 +194,7 @@ def test_what_ends_a_job_that_is_waited_for(login: Login):
 def test_a_job_that_no_partition_is_large_enough_for(login: Login):
     (login.place / "train.py").write_text("")
     job = login.submit("-N", "9", "--wait", *QUICK, "train.py")
-    said(job, "is pending (PartitionNodeLimit), and may never start. What partitions have: sinfo")
+    said(job, "and may never start: PartitionNodeLimit. What partitions have: sinfo")
     job.signal(signal.SIGTERM)
     check_end(job, 143)
 

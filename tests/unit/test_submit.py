@@ -390,12 +390,12 @@ def test_the_wait_goes_on_though_nobody_reads_stdout_any_more(tmp_path: Path):
     ("end", "code", "words"),
     [
         (seen(JobState.COMPLETED, code=0), 0, ""),
-        (seen(JobState.FAILED, code=139), 139, "job 1 failed, exit code 139"),
-        (seen(JobState.FAILED, "NODE_FAIL"), 1, "failed, its exit code is not known: NODE_FAIL"),
-        (seen(JobState.COMPLETED, "not shown"), 1, "its exit code is not known: not shown"),
-        (seen(JobState.TIMEOUT), 1, "job 1 ran out of time"),
-        (seen(JobState.PREEMPTED, code=15), 1, "job 1 was preempted"),
-        (seen(JobState.CANCELLED, "by ann"), 1, "job 1 was cancelled: by ann"),
+        (seen(JobState.FAILED, code=139), 139, "job 1 has ended: failed, exit code 139"),
+        (seen(JobState.FAILED, "NODE_FAIL"), 1, "failed (NODE_FAIL), exit code unknown"),
+        (seen(JobState.COMPLETED, "not shown"), 1, "completed (not shown), exit code unknown"),
+        (seen(JobState.TIMEOUT), 1, "job 1 has ended: timeout"),
+        (seen(JobState.PREEMPTED, code=15), 1, "preempted, exit code 15"),
+        (seen(JobState.CANCELLED, "by ann"), 1, "cancelled (by ann)"),
         (QueueStatus("1", JobState.FAILED, copies=("57",)), 1, "runs it again as job 57"),
     ],
 )

@@ -25,6 +25,7 @@ from hpcdask.errors import ClusterError, NotHere, QueueError, UsageError
 from hpcdask.jobs import detached
 from hpcdask.jobs.detached import ControlRecord
 from hpcdask.jobs.folder import ClusterFolder, new_name
+from hpcdask.jobs.state import lasting
 from hpcdask.logs import say
 from hpcdask.process import umask
 from hpcdask.queues.base import Queue
@@ -179,7 +180,8 @@ async def await_running(folder: ClusterFolder, timeout_s: float) -> ControlRecor
                     raise ended(folder, seen.why)
                 if seen.job is not None:
                     text = f"the scheduler's job {seen.job.id} is {seen.job.words}"
-                    waits = queue_class(folder.queue).judge(seen.job, text)
+                    lasts = lasting([seen.job], queue_class(folder.queue)).values()
+                    waits = ". ".join([text, *lasts])
             except QueueError as error:  # it may answer later
                 waits = str(error)
             if waits != told:
