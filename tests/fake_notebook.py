@@ -73,6 +73,7 @@ def main(base: str, name: str, count: str, *options: str) -> None:
     queue = LocalQueue()
     request = Request(name="x", tag=folder.tag, folder=str(folder.path / "logs"), gpus=0)
     job = SimpleNamespace(shebang="", job_header="", _job_script_prologue=[])
+    job.job_extra_directives = job.job_directives_skip = ()
     folder.write_script(queue.script(job, request, [], "exec sleep 1000"))
     os.set_inheritable(os.open("/dev/null", os.O_RDONLY), True)
     watchdog = None if "--no-watchdog" in options else start_watchdog(folder)

@@ -197,7 +197,8 @@ class _Reader:
         """Read each group; the cluster's keywords hold where a group does not say otherwise."""
         known = types_of(self.keywords)
         of_group = {"n_workers", *GroupKeywords.__annotations__} | SPEC_FIELDS | self.of_jobs
-        of_group -= {"log_directory", "name", "port_range", *self.queue.of_all_jobs}
+        of_group -= {"log_directory", "name", "port_range"}
+        of_group -= {"walltime"} if self.queue.is_local else set()
         devices = {{**given, **own}.get("device") == "cpu" for own in groups.values()}
         found = {}
         for name, own in groups.items():

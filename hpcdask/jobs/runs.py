@@ -67,26 +67,27 @@ class Run:
     workers: int
 
     async def look(self) -> tuple[str, str]:
-        """Return "running", or "dead" or "unknown" and why, as far as is seen from here."""
-        lives = self.owner.lives()
+        """Return "running", "dead" or "unknown", as far as is seen from here, and a text on it."""
+        host, lives = self.owner.host, self.owner.lives()
+        where = ", ".join(filter(None, [self.program, f"{self.file} on {host}"]))
         if lives is False:
-            return "dead", f"its rank 0 (process {self.owner.pid} on {self.owner.host}) is gone"
+            return "dead", f"killed: its rank 0 (process {self.owner.pid} on {host}) is gone"
         if lives is None:
             with contextlib.suppress(OSError):  # TimeoutError is one
-                where = scheduler_file.endpoint(self.address)
-                _, writer = await asyncio.wait_for(asyncio.open_connection(*where), ANSWER_S)
+                address = scheduler_file.endpoint(self.address)
+                _, writer = await asyncio.wait_for(asyncio.open_connection(*address), ANSWER_S)
                 writer.close()
                 lives = True
         if lives:
-            return "running", ""
+            return "running", f"{plural(self.workers, 'worker')}, {where}"
         if self.queue:
             with contextlib.suppress(HpcdaskError):
                 queue = queue_class(self.queue)()
                 queue.timeout_s = QUEUE_S
                 seen = (await queue.query([self.job])).get(self.job)
                 if seen is None or seen.state in OVER:
-                    return "dead", f"its job {self.job} is over"
-        return "unknown", f"{self.address} is not reachable from here"
+                    return "dead", f"killed: its job {self.job} is over"
+        return "unknown", f"{self.address} is not reachable from here; {where}"
 
     async def clear(self) -> str:
         """Remove scheduler file and keys of a run that is dead, and return why it is."""
@@ -100,24 +101,17 @@ class Run:
     async def row(self) -> dict[str, Any]:
         """Return the run as a row of `hpcdask list`."""
         state, why = await self.look()
-        host = self.owner.host
-        where = ", ".join(filter(None, [self.program, f"{self.file} on {host}"]))
-        notes = {
-            "running": f"{plural(self.workers, 'worker')}, {where}",
-            "dead": f"killed: {why}",
-            "unknown": f"{why}; {where}",
-        }
         return {
             "name": os.path.basename(self.file),
-            "id": f"{host}-{self.owner.pid}",
+            "id": f"{self.owner.host}-{self.owner.pid}",
             "kind": "run",
             "state": state,
             "queue": self.queue,
             "jobs": 1 if self.job else 0,
             "since": self.started,
             "address": self.address,
-            "why": notes[state],
-            "host": host,
+            "why": why,
+            "host": self.owner.host,
             "file": self.file,
             "program": self.program,
             "workers": self.workers if state == "running" else None,

@@ -103,9 +103,7 @@ class Queue(ABC):
     jobqueue: ClassVar[tuple[str, str]]
     #: Keywords of the cluster class that no other system has, where the class is made from this.
     keywords: ClassVar[tuple[str, ...]] = ()
-    #: Keywords that all jobs of a cluster share, though they are those of a job.
-    of_all_jobs: ClassVar[tuple[str, ...]] = ()
-    #: Whether jobs are processes of this machine.
+    #: Whether jobs are processes of this machine, which all have the same walltime.
     is_local: ClassVar[bool] = False
     #: Commands that must be on PATH; the first three submit, show and cancel jobs.
     programs: ClassVar[tuple[str, ...]]

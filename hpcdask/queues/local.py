@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import threading
 import time
@@ -34,7 +33,7 @@ from hpcdask.security import private
 from hpcdask.spec.parsing import parse_seconds
 
 from .base import Queue, Request
-from .helpers import ended, pick, read, render
+from .helpers import ended, pick, read
 from .job_state import OVER, JobState, QueueStatus
 
 JOB, TAG, HOME = "HPCDASK_LOCAL_JOB", "HPCDASK_TAG", "HPCDASK_HOME"
@@ -75,7 +74,6 @@ class LocalQueue(Queue):
 
     title = "this machine"
     jobqueue = ("local", "LocalJob")
-    of_all_jobs = ("walltime",)
     is_local = True
     launchers = ()
     array_limit = ("", "", 1000)
@@ -87,10 +85,8 @@ class LocalQueue(Queue):
         self.walltime_s = walltime_s
         self._entries: dict[str, Entry] = {}
 
-    def script(self, job: Any, request: Request, preamble: Sequence[str], command: str) -> str:
-        """Return the job script, whose second line holds the request."""
-        self.refuse_nodes(request)
-        return render(job, [DIRECTIVE + json.dumps(asdict(request))], preamble, command)
+    def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
+        return [DIRECTIVE + json.dumps(asdict(request))]
 
     @classmethod
     def parse_walltime(cls, text: str) -> timedelta:
@@ -128,7 +124,9 @@ class LocalQueue(Queue):
                 entry.note(JobState.CANCELLED, "cancelled")
         for process, env in await asyncio.to_thread(_living):
             if env[JOB] in ids:
-                _send(process, signal.SIGTERM, signal.SIGCONT)  # what is stopped ends too
+                with contextlib.suppress(psutil.Error):
+                    process.terminate()
+                    process.resume()  # what is stopped ends too
 
     async def tagged(self) -> dict[str, str]:
         """Return tags of jobs of this user and ``HPCDASK_HOME``, and of those that wait here."""
@@ -158,7 +156,8 @@ class LocalQueue(Queue):
                 self._settle(entry, code)
             elif now > entry.exited + KILL_WAIT_S:  # a worker's janitor has cleaned up by then
                 for process in left:
-                    _send(process, signal.SIGKILL)
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
         if waiting := [entry for entry in live if not entry.leader]:
             self._start(waiting)
 
@@ -226,9 +225,3 @@ def _living() -> list[tuple[psutil.Process, dict[str, str]]]:
             if os.stat(f"/proc/{process.pid}").st_uid == os.geteuid():
                 found.append((process, process.environ()))
     return [(process, env) for process, env in found if JOB in env]
-
-
-def _send(process: psutil.Process, *numbers: int) -> None:
-    with contextlib.suppress(psutil.Error):
-        for number in numbers:
-            process.send_signal(number)

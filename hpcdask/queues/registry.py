@@ -58,16 +58,11 @@ GRANTED_COUNTS = ("SLURM_GPUS_ON_NODE", "PBS_NGPUS")
 
 @functools.cache
 def systems() -> dict[str, System]:
-    """Return all systems: hpcdask's own first, then those that entry points of packages name."""
+    """Return hpcdask's own systems, then those that entry points of packages name, in 0.05 s."""
     from importlib.metadata import entry_points
 
     found = entry_points(group="hpcdask.queues")
     return SYSTEMS | {entry.name: entry.load() for entry in found}
-
-
-def find_system(name: str) -> System | None:
-    """Return a system. To look through the installed packages takes 0.05 s."""
-    return SYSTEMS.get(name) or systems().get(name)
 
 
 def queue_class(name: str) -> type[Queue]:
@@ -75,7 +70,7 @@ def queue_class(name: str) -> type[Queue]:
 
     Raises UsageError if there is none of this name.
     """
-    if (system := find_system(name)) is None:
+    if (system := SYSTEMS.get(name) or systems().get(name)) is None:
         raise UsageError(f"there is no queue {name!r}. There are: {', '.join(systems())}")
     module, _, queue = system.queue.partition(":")
     found: type[Queue] = getattr(importlib.import_module(module, __package__), queue)
@@ -109,7 +104,8 @@ def job_id(environ: Mapping[str, str] | None = None, *, installed: bool = True) 
     """
     environ = os.environ if environ is None else environ
     name = system_of_job(environ, installed=installed)
-    if name and (system := find_system(name)):
+    if name:
+        system = SYSTEMS.get(name) or systems()[name]
         if system.parts:
             return ".".join(environ.get(name, "") for name in system.parts)
         return f"{environ[system.job]}.r{environ.get(system.restarts, '0')}"

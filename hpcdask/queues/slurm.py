@@ -171,7 +171,8 @@ class SlurmQueue(Queue):
 
     def with_directives(self, lines: list[str], job: Any, request: Request) -> list[str]:
         for line in lines:
-            if found := next(filter(re.compile("-M|--clusters?(=|$)").match, _words(line)), None):
+            words = option_words(line.removeprefix("#SBATCH"), comments=True)
+            if found := next(filter(re.compile("-M|--clusters?(=|$)").match, words), None):
                 raise UsageError(
                     f"{found} in the line {line!r} is for sbatch alone, and squeue and scancel "
                     f"would not find the jobs: set {CLUSTERS} in the environment instead"
@@ -344,11 +345,6 @@ class SlurmQueue(Queue):
             for_now=limit,
             fewer=limit and not TOO_BUSY.search(text),
         )
-
-
-def _words(line: str) -> list[str]:
-    """Split a line of options as sbatch does, without a comment at its end."""
-    return option_words(line.removeprefix("#SBATCH"), comments=True)
 
 
 def _count(item: str, *, bare: bool) -> int:

@@ -21,7 +21,6 @@ from .batch import Batch
 
 #: Least and most seconds between two questions to the queue; it is asked less and less often.
 POLL_S = (0.5, 10.0)
-SLOWER = 1.3
 #: Seconds between two looks at the log.
 LOOK_S = 0.25
 #: Seconds for which a queue may not answer, or not show the job.
@@ -118,7 +117,7 @@ async def wait(queue: Queue, job_id: str, log: GrowingFile, say: Say) -> QueueSt
         while time.monotonic() < until:
             copy(log, say)
             await asyncio.sleep(min(pause, LOOK_S))
-        pause = min(SLOWER * pause, POLL_S[1])
+        pause = min(2 * pause, POLL_S[1])
 
 
 def result(batch: Batch, job_id: str, seen: QueueStatus, say: Say) -> int:

@@ -39,7 +39,8 @@ class Site:
 
     def script(self, command: str, gpus: int = 0) -> str:
         request = Request(name="x", tag=self.tag, folder=str(self.folder), gpus=gpus)
-        job = SimpleNamespace(shebang="", _job_script_prologue=["A=from-prologue"])
+        job = SimpleNamespace(shebang="", job_header="", _job_script_prologue=["A=from-prologue"])
+        job.job_extra_directives = job.job_directives_skip = ()
         path = self.folder / f"script {uuid.uuid4().hex}.sh"
         path.write_text(LocalQueue().script(job, request, ["B=from-preamble"], command))
         return str(path)

@@ -325,7 +325,7 @@ def test_a_list_changes_nothing_and_down_removes_what_a_killed_run_left(
         assert row["why"].startswith("killed: its rank 0 (process ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.json", "cluster.json.keys"]
     said = invoke(tmp_path, "down", "--dead", "--yes")
-    assert f"{file}: removed, with its keys; its rank 0 (process " in said
+    assert f"{file}: removed, with its keys; killed: its rank 0 (process " in said
     assert not list(tmp_path.iterdir())
     assert json.loads(invoke(tmp_path, "list", "--json")) == []
 
