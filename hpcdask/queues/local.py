@@ -209,6 +209,8 @@ class LocalQueue(Queue):
             environ = Path(f"/proc/{leader.pid}/environ")
             while leader.poll() is None and job_id.encode() not in environ.read_bytes():
                 time.sleep(0.001)
+            if entry.cancelled:  # meanwhile
+                leader.terminate()
         except OSError as error:
             entry.note(JobState.FAILED, f"it cannot be started: {error}")
         else:
