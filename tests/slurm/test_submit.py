@@ -117,7 +117,8 @@ def test_a_program_from_the_command_line_to_its_exit_code(login: Login):
         f"hpcdask: job {job} submitted to SLURM",
         f"hpcdask: log {log}",
     ]
-    assert err.splitlines()[-1] == f"hpcdask: job {job} failed, exit code 3"
+    end = "has ended: failed (NonZeroExitCode), exit code 3"
+    assert err.splitlines()[-1] == f"hpcdask: job {job} {end}"
     (script,) = login.scripts()
     assert script.stat().st_mode & 0o777 == 0o700
     shown = login.slurm.run("squeue", "-h", "-t", "all", "-j", job, "-o", "%j|%l|%D|%b|%C|%m")
