@@ -45,12 +45,12 @@ class Hanging:
         self.workers = [one["name"] for one in self.infos()]
 
     def infos(self) -> list[dict]:
-        found = self.client.scheduler_info(n_workers=-1)["workers"].values()
+        found = self.client.sync(self.client.scheduler.identity, n_workers=-1)["workers"].values()
         return sorted(found, key=lambda one: one["name"])
 
     def addresses(self) -> dict[str, str]:
         """The workers' names by their addresses."""
-        found = self.client.scheduler_info(n_workers=-1)["workers"]
+        found = self.client.sync(self.client.scheduler.identity, n_workers=-1)["workers"]
         return {address: one["name"] for address, one in found.items()}
 
     def wait_until_there(self, *names: str) -> None:

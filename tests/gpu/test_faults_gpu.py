@@ -28,7 +28,7 @@ def mean(x):
 
 def exchange(client):
     '''The mean of an array from each worker, on another one: checked.'''
-    workers = sorted(client.scheduler_info(n_workers=-1)["workers"])
+    workers = sorted(client.nthreads())
     made = [client.submit(block, number, workers=[worker], pure=False)
             for number, worker in enumerate(workers)]
     means = [client.submit(mean, made[number - 1], workers=[worker], pure=False)

@@ -45,7 +45,7 @@ def work(seconds):
             y = x @ x
         cupy.cuda.Device().synchronize()
 
-workers = list(client.scheduler_info(n_workers=-1)["workers"])
+workers = list(client.nthreads())
 futures = [client.submit(work, 6, workers=[one], pure=False) for one in workers]
 deadline = time.monotonic() + 60
 busy = table = ()

@@ -56,7 +56,7 @@ def test_data_go_both_ways(cluster: JobCluster) -> None:
         return x.get()
 
     with cluster.get_client() as client:
-        workers = client.scheduler_info(n_workers=-1)["workers"]
+        workers = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
         kinds = Counter(tuple(sorted(one["resources"].items())) for one in workers.values())
         assert kinds == {(("GPU", 1),): 1, (("CPU", 1),): 2}
         exchange = client.run(lambda dask_worker: dask_worker.exchange)

@@ -73,7 +73,7 @@ def test_groups_up_and_down(folder: Path):
         assert live(cluster) == {"gpu": 1, "cpu": 2}  # there when `scale` returns
         client.wait_for_workers(3, timeout=180)
         wait_for(lambda: running(cluster) == {"gpu": 1, "cpu": 2}, 20, "all workers")
-        info = client.scheduler_info(n_workers=-1)["workers"].values()
+        info = client.sync(client.scheduler.identity, n_workers=-1)["workers"].values()
         found = {(one["nthreads"], *sorted(one["resources"].items())) for one in info}
         assert found == {(1, ("CPU", 0), ("GPU", 1)), (2, ("CPU", 1))}
         assert all(re.search(r"-\w{6}\.(gpu|cpu)-", one["name"]) for one in info)

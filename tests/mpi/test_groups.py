@@ -32,7 +32,7 @@ def where():
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 with Client() as client:
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     devices = client.run(where)
     for address, worker in workers.items():
         print("worker", *worker["resources"], devices[address] or "none", flush=True)

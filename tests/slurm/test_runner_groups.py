@@ -24,7 +24,7 @@ SHOW = """
 from distributed import Client
 
 with Client() as client:
-    workers = client.scheduler_info(n_workers=-1)["workers"].values()
+    workers = client.sync(client.scheduler.identity, n_workers=-1)["workers"].values()
     kinds = [kind for worker in workers for kind in worker["resources"]]
     print("kinds", kinds.count("GPU"), kinds.count("CPU"), flush=True)
 """

@@ -77,7 +77,7 @@ def main() -> None:
                     print("ready", flush=True)
                 print("batch", number, flush=True)
             insist(lambda: cluster.wait_for_workers(COUNT, timeout=150))
-            print("workers", len(client.scheduler_info(n_workers=-1)["workers"]), flush=True)
+            print("workers", len(client.nthreads()), flush=True)
     print("done", flush=True)
 
 
