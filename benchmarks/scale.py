@@ -44,7 +44,6 @@ from stand_ins import (
 
 import hpcdask
 from hpcdask.bootstrap.ranks import detect
-from hpcdask.comm.fabric import Fabric
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node.placement import Inventory
 from hpcdask.process import raise_descriptor_limit
@@ -249,7 +248,7 @@ def measure_plan(workers: int) -> Costs:
     spec, first = RunSpec(protocol="tcp", rmm_pool_size="0"), stand_in_rank(0, workers, "")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         start = time.process_time()
-        make_plan(spec, first, inventories, dict.fromkeys(inventories, Fabric()), job="1")
+        make_plan(spec, first, inventories, job="1")
         return {"plan_gpus_s": time.process_time() - start}
 
 

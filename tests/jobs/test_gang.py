@@ -32,6 +32,7 @@ from hpcdask.client.gang import RankContext
 from hpcdask.clusters import retire
 from hpcdask.clusters.scaling import JobAdaptive
 from hpcdask.errors import GangError, UsageError
+from hpcdask.logs import natural
 from launching import wait_for
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -190,7 +191,7 @@ def test_what_a_rank_is_told(client: Client):
 
 def test_ranks_are_in_the_order_of_the_workers_names_also_of_part_of_a_node(client: Client):
     names = client.run(lambda dask_worker: (str(dask_worker.name), os.getpid()))
-    pids = [pid for _, pid in sorted(names.values())]
+    pids = [pid for _, pid in sorted(names.values(), key=lambda named: natural(named[0]))]
     assert hpcdask.gang(lambda context: os.getpid(), client=client) == pids
     found = hpcdask.gang(describe, client=client, size=2)
     told = [(one.rank, one.local_rank, one.local_world_size) for one, *_ in found]

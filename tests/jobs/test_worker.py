@@ -457,7 +457,7 @@ def test_only_slurm_starts_a_job_on_several_nodes(site, tmp_path):
 
 def of_jobs() -> set[str]:
     """Return the variables by which queueing systems name their jobs."""
-    named = {name for system in systems().values() for name in (system.job, system.number)}
+    named = {name for system in systems().values() for name in (system.job, *system.parts)}
     return {*registry.FLUX, *named} - {""}
 
 
