@@ -7,7 +7,6 @@ import errno
 import grp
 import os
 import pwd
-import secrets
 import shutil
 import stat
 from collections.abc import Callable
@@ -111,7 +110,7 @@ def make_folders(path: str) -> None:
 
 def make_owned_folder(base: str, owner: str, announce: Callable[[str], None]) -> str:
     """Make a folder of a process in `base`, 0700, whose path `announce` gets before it exists."""
-    folder = os.path.join(base, f"hpcdask-{os.getuid()}-{secrets.token_hex(8)}")
+    folder = os.path.join(base, f"hpcdask-{os.getuid()}-{os.urandom(8).hex()}")
     announce(folder)
     os.mkdir(folder, 0o700)
     mark = os.open(os.path.join(folder, OWNER), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

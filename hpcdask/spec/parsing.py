@@ -49,9 +49,11 @@ def parse_device_memory(value: str | float | None, name: str) -> int | float | N
 
 def _nbytes(value: Any, name: str, more: str) -> int:
     """Return bytes. Raises UsageError for anything else; its text has `more` accepted forms."""
+    nbytes, text = -1, str(value)
+    if text.isdecimal():
+        return int(text)
     from dask.utils import parse_bytes  # which takes 0.1 s to import
 
-    nbytes, text = -1, str(value)
     fraction = re.fullmatch(r"\s*\d*\.\d*[1-9]\d*\s*", text)  # would be 0 bytes: no limit
     if re.search(r"\d", text) and not fraction:  # parse_bytes takes "GiB" and "" for one
         with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError):

@@ -112,6 +112,14 @@ def test_the_package_and_its_commands_import_next_to_nothing():
         assert not imported(entry) & {*nothing, "psutil"}
 
 
+def test_a_job_reads_its_options_without_dask():
+    """Regression: a number of bytes was read by dask, whose import took a tenth of its start."""
+    text = "--scheduler tls://10.0.0.1:8786 --cluster a --memory-limit 1073741824 --nthreads 1"
+    program = "import sys; from hpcdask.worker import parse; parse(sys.argv[1:])"
+    words = [sys.executable, "-c", f"{program}; sys.exit('dask' in sys.modules)", *text.split()]
+    assert subprocess.run(words, check=False).returncode == 0
+
+
 @pytest.mark.slow
 def test_no_module_needs_an_optional_package():
     """What the modules of each package do when they are imported without others before them.
