@@ -48,7 +48,7 @@ LARGE, UNSPLIT = 2**15, 2**62
 PREFIX, ENTRY = struct.Struct("<QQ"), struct.Struct("<QQ")
 COPIED = PREFIX.pack(0, 0)
 #: Seconds that a connection stays open for what its peer still copies.
-CLOSE_S = 5.0
+CLOSE_S = 30.0
 CONNECT = "distributed.comm.timeouts.connect"
 #: Connections that the kernel accepts ahead; its own limit may be lower.
 BACKLOG = 4096
