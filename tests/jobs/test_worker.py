@@ -287,11 +287,12 @@ def test_a_signal_while_there_is_no_scheduler(site):
 
 
 SPILLS = """
-import os, time
+import contextlib, os, time
 def dask_setup(worker):
     if os.fork() == 0:
         while True:
-            os.makedirs(os.path.join(worker.local_directory, "spilled"), exist_ok=True)
+            with contextlib.suppress(OSError):  # a folder above it goes at this moment
+                os.makedirs(os.path.join(worker.local_directory, "spilled"), exist_ok=True)
             time.sleep(0.001)
 """
 
