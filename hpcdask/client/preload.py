@@ -18,6 +18,7 @@ from distributed import Client, WorkerPlugin
 from hpcdask.errors import root_cause
 from hpcdask.logs import say
 from hpcdask.process import owner_text
+from hpcdask.security.device_memory import take_arrays
 from hpcdask.security.nearby import NearbyComm, NearbySecurity
 from hpcdask.upstream.distributed import prepare_graphs
 
@@ -33,6 +34,7 @@ async def dask_setup(client: Client) -> None:
     if isinstance(client.security, NearbySecurity):
         await share_path(client)
         share_changes(client)
+        take_arrays()
         await go_direct(client)
 
 

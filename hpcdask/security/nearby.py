@@ -3,7 +3,8 @@
 The kernel keeps them apart from others as well as TLS does, and a Unix socket needs no encryption.
 Beside each TLS port its owner listens on a Unix socket in Linux's abstract namespace, which leaves
 no file, and both ends ask the kernel who the other is. Otherwise the connection is TLS. Large
-buffers are not sent, but copied by the receiver, where the kernel allows that.
+buffers are not sent, but copied by the receiver, where the kernel allows that; arrays on a device,
+where the receiver takes them as such.
 """
 
 from __future__ import annotations
@@ -34,18 +35,22 @@ from tornado.iostream import IOStream, StreamClosedError
 
 from hpcdask.upstream.tls import Socket, serve_tls_by
 
-from . import private
-from .process_memory import address_to_read, can_share, read_memory
+from . import device_memory, private
+from .device_memory import is_on_device
+from .process_memory import address_to_read, agree, read_memory
 
 logger = logging.getLogger("distributed.hpcdask.nearby")
 
 #: Part of a socket's name: how both ends speak.
-VERSION = b"2"
+VERSION = b"3"
 #: Bytes from which on the receiver copies a buffer, and a size to which none is split.
 LARGE, UNSPLIT = 2**15, 2**62
 #: Number of buffers of a message, or 0 for "copied", and bytes that follow; then the size of each
-#: buffer, and its address if it is to be copied.
+#: buffer, and its address if it is to be copied: from a device, that is `ON_DEVICE`.
 PREFIX, ENTRY = struct.Struct("<QQ"), struct.Struct("<QQ")
+ON_DEVICE = 2**64 - 1
+#: Serializers for an end that takes arrays on a device, those of distributed's ucx.
+WITH_DEVICE = ("cuda", "dask", "pickle", "error")
 COPIED = PREFIX.pack(0, 0)
 #: Seconds that a connection stays open for what its peer still copies.
 CLOSE_S = 30.0
@@ -96,44 +101,71 @@ class _Socket(socket.socket):
 
 
 class NearbyComm(tcp.TCP):
-    """Connection to a process of this user on this host: `pid`, 0 if its memory cannot be read.
+    """Connection to a process of this user on this host.
 
     Each message has its small buffers in it. The receiver copies the large ones from the sender,
     which keeps them until it hears of that; if the connection ends before, the copy is not used.
+    ``pid`` is 0 if the other's memory cannot be read; ``to_device``: it takes device arrays.
     """
 
-    def __init__(self, stream: IOStream, address: str, deserialize: bool, pid: int) -> None:
+    def __init__(
+        self, stream: IOStream, address: str, deserialize: bool, pid: int, to_device: bool
+    ) -> None:
         super().__init__(stream, address, address, deserialize)  # on one host by its name, too
         self._pid = pid
-        self._lent: deque[Sequence[memoryview]] = deque()
+        self._to_device = to_device
+        self._lent: deque[Sequence[Any]] = deque()
         self._reads = False
 
     async def write(
         self, msg: Any, serializers: Collection[str] | None = None, on_error: str = "message"
     ) -> int:
         """Send a message; returns its bytes."""
+        frames, loans = await self._to_frames(msg, serializers, on_error)
+        table, parts = [], []
+        lent, sent = [], []
+        for frame in frames:
+            address, part = 0, b""
+            if is_on_device(frame):
+                address, part = ON_DEVICE, loans.pop(0)
+            elif frame.nbytes < LARGE:
+                part = frame
+            elif self._pid:
+                address = address_to_read(frame)
+            table.append(ENTRY.pack(frame.nbytes, address))
+            parts.append(part)
+            if address:
+                lent.append(frame)
+            elif frame.nbytes >= LARGE:
+                sent.append(frame)
+        if lent:
+            self._lent.append(lent)
+        body = b"".join([*table, *parts])
+        with self._ending():
+            for buffer in (PREFIX.pack(len(frames), len(body)) + body, *sent):
+                self._open().write(buffer)
+        return sum(frame.nbytes for frame in frames)
+
+    async def _to_frames(
+        self, msg: Any, serializers: Collection[str] | None, on_error: str
+    ) -> tuple[list[Any], list[bytes]]:
+        """Return the buffers of a message, and by what the other end copies those on a device."""
         ends = {"sender": self.local_info, "recipient": self.remote_info}
         frames = await to_frames(
             msg,
             allow_offload=self.allow_offload,
-            serializers=serializers,
+            serializers=serializers or (WITH_DEVICE if self._to_device else None),
             on_error=on_error,
             context={**ends, **self.handshake_options},
             frame_split_size=UNSPLIT,
         )
-        frames = [ensure_memoryview(frame) for frame in frames]
-        large = [frame for frame in frames if frame.nbytes >= LARGE]
-        lent = {id(frame): address_to_read(frame) for frame in large if self._pid}
-        table = [ENTRY.pack(frame.nbytes, lent.get(id(frame), 0)) for frame in frames]
-        body = b"".join([*table, *(frame for frame in frames if frame.nbytes < LARGE)])
-        if any(lent.values()):
-            self._lent.append(large)
-        with self._ending():
-            self._open().write(PREFIX.pack(len(frames), len(body)) + body)
-            for frame in large:
-                if not lent.get(id(frame)):
-                    self._open().write(frame)
-        return sum(frame.nbytes for frame in frames)
+        on_device = [frame for frame in frames if is_on_device(frame)]
+        try:
+            loans = await offload(device_memory.lend, on_device) if on_device else []
+        except RuntimeError:  # of an allocator whose memory cannot be shared
+            self._to_device = False
+            return await self._to_frames(msg, serializers, on_error)
+        return [one if is_on_device(one) else ensure_memoryview(one) for one in frames], loans
 
     async def read(self, deserializers: Collection[str] | None = None) -> Any:
         self._reads = True
@@ -157,9 +189,10 @@ class NearbyComm(tcp.TCP):
         table = [*ENTRY.iter_unpack(body[:at])]
         frames: list[Any] = []
         for size, address in table:
-            if size < LARGE:
-                frames.append(body[at : at + size])
-                at += size
+            inline = device_memory.LOAN.size if address == ON_DEVICE else size
+            if inline < LARGE:
+                frames.append(body[at : at + inline])
+                at += inline
             else:
                 frames.append(None if address else await tcp.read_bytes_rw(stream, size))
         if any(address for _, address in table):
@@ -177,9 +210,16 @@ class NearbyComm(tcp.TCP):
         return count, size
 
     def _copy(self, table: Sequence[tuple[int, int]], frames: Sequence[Any]) -> list[Any]:
+        found = list(zip(table, frames, strict=True))
+        loans = [(loan, size) for (size, address), loan in found if address == ON_DEVICE]
+        on_device = iter(device_memory.copy(loans) if loans else ())
         return [
-            read_memory(self._pid, address, size) if address else frame
-            for (size, address), frame in zip(table, frames, strict=True)
+            next(on_device)
+            if address == ON_DEVICE
+            else read_memory(self._pid, address, size)
+            if address
+            else frame
+            for (size, address), frame in found
         ]
 
     def _open(self) -> IOStream:
@@ -244,11 +284,11 @@ async def _to_comm(stream: IOStream, pid: int, address: str, deserialize: bool) 
     """Return the connection. Raises OSError if the other end says nothing for too long."""
     try:
         async with asyncio.timeout(parse_timedelta(dask.config.get(CONNECT))):
-            shared = await can_share(stream, pid)
+            is_shared, to_device = await agree(stream, pid)
     except BaseException:
         stream.close()
         raise
-    return NearbyComm(stream, address, deserialize, pid if shared else 0)
+    return NearbyComm(stream, address, deserialize, pid if is_shared else 0, to_device)
 
 
 class _Connector(tcp.TLSConnector):

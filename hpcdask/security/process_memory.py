@@ -16,6 +16,8 @@ from typing import Any
 from distributed.protocol.utils import host_array
 from tornado.iostream import IOStream
 
+from .device_memory import takes_arrays
+
 #: Address and content of some memory that the other end of a connection tries to read.
 PROBE = struct.Struct("<Q16s")
 #: Bytes that a thread copies at once, and number of threads: one copies a few GB a second.
@@ -75,8 +77,11 @@ def _address(buffer: Any) -> int:
     return int(np.frombuffer(buffer, "u1").ctypes.data)
 
 
-async def can_share(stream: IOStream, pid: int) -> bool:
-    """Return whether both ends of a new connection, asked at the same time, can read the other."""
+async def agree(stream: IOStream, pid: int) -> tuple[bool, bool]:
+    """Return what both ends of a new connection find out at the same time.
+
+    That is whether each can read the other's memory, and whether the other takes device arrays.
+    """
     LIBC.prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
     secret = ctypes.create_string_buffer(os.urandom(16), 16)
     stream.write(PROBE.pack(ctypes.addressof(secret), secret.raw))
@@ -84,5 +89,6 @@ async def can_share(stream: IOStream, pid: int) -> bool:
     readable = False
     with contextlib.suppress(OSError):  # in a container, or forbidden
         readable = bytes(read_memory(pid, address, len(content))) == content
-    stream.write(bytes([readable]))
-    return await stream.read_bytes(1) == b"\1" and readable
+    stream.write(bytes([readable, takes_arrays()]))
+    is_read, takes_device = await stream.read_bytes(2)
+    return readable and bool(is_read), bool(takes_device)
