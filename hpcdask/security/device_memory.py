@@ -6,14 +6,13 @@ import glob
 import importlib.util
 import logging
 import os
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 logger = logging.getLogger("distributed.hpcdask.nearby")
 
-#: Handle of an allocation, and where in it an array begins.
-LOAN = struct.Struct("<64sQ")
+#: Bytes of a handle by which another process opens an allocation.
+HANDLE_NBYTES = 64
 
 _taken = False
 
@@ -34,45 +33,45 @@ def is_on_device(buffer: Any) -> bool:
     return hasattr(buffer, "__cuda_array_interface__")
 
 
-def lend(buffers: Sequence[Any]) -> list[bytes]:
-    """Return what `copy` needs of arrays. Raises RuntimeError if their memory cannot be shared."""
+def lend(buffers: Sequence[Any]) -> tuple[bytes, Any]:
+    """Copy arrays to memory that other processes open by the handle, while it is kept.
+
+    Whoever opens part of a pool maps all of it: 0.4 s for 70 GB. Raises MemoryError or RuntimeError
+    if there is no such memory.
+    """
     import cupy
-    from cuda.bindings import driver
 
-    cupy.cuda.Device().synchronize()
-    loans = []
+    memory = cupy.cuda.Memory(max(1, sum(one.nbytes for one in buffers)))
+    at = memory.ptr
     for buffer in buffers:
-        address = buffer.__cuda_array_interface__["data"][0]
-        handle, base = b"", address
-        if buffer.nbytes:
-            handle = cupy.cuda.runtime.ipcGetMemHandle(address)
-            base = int(driver.cuMemGetAddressRange(address)[1])
-        loans.append(LOAN.pack(handle, address - base))
-    return loans
+        _copy(at, buffer.__cuda_array_interface__["data"][0], buffer.nbytes)
+        at += buffer.nbytes
+    cupy.cuda.Device().synchronize()
+    return cupy.cuda.runtime.ipcGetMemHandle(memory.ptr), memory
 
 
-def copy(loans: Sequence[tuple[bytes, int]]) -> list[Any]:
-    """Copy arrays of so many bytes from another process. Raises OSError if that is not possible."""
+def copy(handle: bytes, sizes: Sequence[int]) -> list[Any]:
+    """Copy arrays of so many bytes that another process lends. Raises OSError if it cannot."""
     global _taken
     import cupy
 
-    runtime, opened, made = cupy.cuda.runtime, dict[bytes, int](), []
+    runtime = cupy.cuda.runtime
+    arrays = [cupy.empty(size, "u1") for size in sizes]
     try:
-        for loan, size in loans:
-            handle, offset = LOAN.unpack(loan)
-            made.append(cupy.empty(size, "u1"))
-            if size:
-                if handle not in opened:
-                    lazily = runtime.cudaIpcMemLazyEnablePeerAccess
-                    opened[handle] = runtime.ipcOpenMemHandle(handle, lazily)
-                source, kind = opened[handle] + offset, runtime.memcpyDeviceToDevice
-                runtime.memcpy(made[-1].data.ptr, source, size, kind)
+        at = opened = runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
+        for array in arrays:
+            _copy(array.data.ptr, at, array.nbytes)
+            at += array.nbytes
         cupy.cuda.Device().synchronize()
+        runtime.ipcCloseMemHandle(opened)
     except runtime.CUDARuntimeError as error:
         _taken = False
         logger.warning("results on a GPU come through host memory, which is slower: %s", error)
         raise OSError(str(error)) from error
-    finally:
-        for address in opened.values():
-            runtime.ipcCloseMemHandle(address)
-    return made
+    return arrays
+
+
+def _copy(to: int, source: int, nbytes: int) -> None:
+    from cupy.cuda import runtime
+
+    runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDeviceToDevice, 0)

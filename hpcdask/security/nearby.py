@@ -114,33 +114,30 @@ class NearbyComm(tcp.TCP):
         super().__init__(stream, address, address, deserialize)  # on one host by its name, too
         self._pid = pid
         self._to_device = to_device
-        self._lent: deque[Sequence[Any]] = deque()
+        self._lent: deque[list[Any]] = deque()
         self._reads = False
 
     async def write(
         self, msg: Any, serializers: Collection[str] | None = None, on_error: str = "message"
     ) -> int:
         """Send a message; returns its bytes."""
-        frames, loans = await self._to_frames(msg, serializers, on_error)
-        table, parts = [], []
-        lent, sent = [], []
+        frames, handle, memory = await self._to_frames(msg, serializers, on_error)
+        table, inline, sent = [], [], []
+        lent = [memory] if memory else []
         for frame in frames:
-            address, part = 0, b""
+            address = 0
             if is_on_device(frame):
-                address, part = ON_DEVICE, loans.pop(0)
+                address = ON_DEVICE
             elif frame.nbytes < LARGE:
-                part = frame
-            elif self._pid:
-                address = address_to_read(frame)
-            table.append(ENTRY.pack(frame.nbytes, address))
-            parts.append(part)
-            if address:
+                inline.append(frame)
+            elif address := self._pid and address_to_read(frame):
                 lent.append(frame)
-            elif frame.nbytes >= LARGE:
+            else:
                 sent.append(frame)
+            table.append(ENTRY.pack(frame.nbytes, address))
         if lent:
             self._lent.append(lent)
-        body = b"".join([*table, *parts])
+        body = b"".join([*table, *inline, handle])
         with self._ending():
             for buffer in (PREFIX.pack(len(frames), len(body)) + body, *sent):
                 self._open().write(buffer)
@@ -148,24 +145,27 @@ class NearbyComm(tcp.TCP):
 
     async def _to_frames(
         self, msg: Any, serializers: Collection[str] | None, on_error: str
-    ) -> tuple[list[Any], list[bytes]]:
-        """Return the buffers of a message, and by what the other end copies those on a device."""
+    ) -> tuple[list[Any], bytes, Any]:
+        """Return the buffers of a message, and handle and memory of those on a device."""
         ends = {"sender": self.local_info, "recipient": self.remote_info}
-        frames = await to_frames(
+        serialize = functools.partial(
+            to_frames,
             msg,
             allow_offload=self.allow_offload,
-            serializers=serializers or (WITH_DEVICE if self._to_device else None),
             on_error=on_error,
             context={**ends, **self.handshake_options},
             frame_split_size=UNSPLIT,
         )
-        on_device = [frame for frame in frames if is_on_device(frame)]
-        try:
-            loans = await offload(device_memory.lend, on_device) if on_device else []
-        except RuntimeError:  # of an allocator whose memory cannot be shared
-            self._to_device = False
-            return await self._to_frames(msg, serializers, on_error)
-        return [one if is_on_device(one) else ensure_memoryview(one) for one in frames], loans
+        handle, memory = b"", None
+        with_device = WITH_DEVICE if self._to_device else None
+        frames = await serialize(serializers=serializers or with_device)
+        if on_device := [frame for frame in frames if is_on_device(frame)]:
+            try:
+                handle, memory = await offload(device_memory.lend, on_device)
+            except (MemoryError, RuntimeError):  # through host memory
+                frames = await serialize(serializers=serializers)
+        frames = [one if is_on_device(one) else ensure_memoryview(one) for one in frames]
+        return frames, handle, memory
 
     async def read(self, deserializers: Collection[str] | None = None) -> Any:
         self._reads = True
@@ -189,14 +189,15 @@ class NearbyComm(tcp.TCP):
         table = [*ENTRY.iter_unpack(body[:at])]
         frames: list[Any] = []
         for size, address in table:
-            inline = device_memory.LOAN.size if address == ON_DEVICE else size
-            if inline < LARGE:
-                frames.append(body[at : at + inline])
-                at += inline
+            if address:
+                frames.append(None)
+            elif size < LARGE:
+                frames.append(body[at : at + size])
+                at += size
             else:
-                frames.append(None if address else await tcp.read_bytes_rw(stream, size))
+                frames.append(await tcp.read_bytes_rw(stream, size))
         if any(address for _, address in table):
-            frames = await offload(self._copy, table, frames)
+            frames = await offload(self._copy, table, frames, bytes(body[at:]))
             if _hung_up(stream):  # and its memory may have been used for something else
                 raise StreamClosedError
             stream.write(COPIED)
@@ -206,21 +207,21 @@ class NearbyComm(tcp.TCP):
         """Read the sizes of the next message, or that the other end has copied one."""
         count, size = PREFIX.unpack(await self._open().read_bytes(PREFIX.size))
         if not count:
-            self._lent.popleft()
+            await offload(self._lent.popleft().clear)  # the driver takes its time
         return count, size
 
-    def _copy(self, table: Sequence[tuple[int, int]], frames: Sequence[Any]) -> list[Any]:
-        found = list(zip(table, frames, strict=True))
-        loans = [(loan, size) for (size, address), loan in found if address == ON_DEVICE]
-        on_device = iter(device_memory.copy(loans) if loans else ())
-        return [
-            next(on_device)
-            if address == ON_DEVICE
-            else read_memory(self._pid, address, size)
-            if address
-            else frame
-            for (size, address), frame in found
-        ]
+    def _copy(
+        self, table: Sequence[tuple[int, int]], frames: Sequence[Any], handle: bytes
+    ) -> list[Any]:
+        sizes = [size for size, address in table if address == ON_DEVICE]
+        on_device = iter(device_memory.copy(handle, sizes) if sizes else ())
+        made = []
+        for (size, address), frame in zip(table, frames, strict=True):
+            if address == ON_DEVICE:
+                made.append(next(on_device))
+            else:
+                made.append(read_memory(self._pid, address, size) if address else frame)
+        return made
 
     def _open(self) -> IOStream:
         if self.stream is None:

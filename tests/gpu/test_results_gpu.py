@@ -12,16 +12,23 @@ from hpcdask.gpu.devices import Gpu
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
 PROGRAM = """
-import json
+import json, sys
 from cuda.bindings import driver
 from distributed import Client
 from hpcdask.security import device_memory
 
 real, nbytes = device_memory.copy, []
 
-def copy(loans):
-    nbytes.extend(size for _, size in loans)
-    return real(loans)
+def copy(handle, sizes):
+    nbytes.extend(sizes)
+    return real(handle, sizes)
+
+def refuse(buffers):
+    raise MemoryError
+
+def fill():
+    from hpcdask.security import device_memory
+    device_memory.lend = refuse
 
 def make(count):
     import cupy
@@ -31,6 +38,8 @@ def make(count):
 if __name__ == "__main__":
     device_memory.copy = copy
     client = Client()
+    if sys.argv[1] == "full":
+        client.run(fill)
     numbers = client.gather(client.map(abs, range(8)))
     driver.cuInit(0)
     has_context = bool(driver.cuDevicePrimaryCtxGetState(0)[2])
@@ -48,13 +57,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("allocator", ["--rmm-pool-size=0.3", "--rmm-async"])
-def test_a_program_gathers_arrays_from_device_to_device(gpus: list[Gpu], allocator: str) -> None:
-    """Memory of the asynchronous allocator cannot be shared, and goes through that of the host."""
-    done = launch(len(gpus), allocator, program=PROGRAM)
+@pytest.mark.parametrize(
+    ("option", "device"),
+    [("--rmm-pool-size=0.3", ""), ("--rmm-async", ""), ("--rmm-pool-size=0.3", "full")],
+)
+def test_a_program_gathers_arrays_from_device_to_device(
+    gpus: list[Gpu], option: str, device: str
+) -> None:
+    """Through host memory where the worker's device has no room for a copy (a stand-in)."""
+    done = launch(len(gpus), option, program=PROGRAM, words=[device or "has room"])
     told = json.loads(done.out.splitlines()[-1])
     assert not told["context"]
     assert told["types"] == ["cupy"]
     assert told["right"] == [True] * 4 * len(gpus)
-    shared = sorted(8 * count for count in (0, 1, 1_000, 20_000_000) for _ in gpus)
-    assert told["nbytes"] == (shared if "pool" in allocator else [])
+    copied = sorted(8 * count for count in (0, 1, 1_000, 20_000_000) for _ in gpus)
+    assert told["nbytes"] == ([] if device else copied)
