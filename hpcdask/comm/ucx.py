@@ -28,6 +28,7 @@ from distributed.protocol.utils import host_array
 from distributed.utils import nbytes
 
 from hpcdask.security import ports
+from hpcdask.security.nearby import UNSPLIT
 from hpcdask.upstream import ucxx as upstream
 
 from .warmup import connect_timeout
@@ -201,6 +202,7 @@ class PeerComm(base.UCXX):  # type: ignore[misc]
             msg,
             serializers=serializers or SERIALIZERS,
             on_error=on_error,
+            frame_split_size=UNSPLIT,
             # to serialize device memory is to take its address: a thread only costs time
             allow_offload=self.allow_offload and not _of_device(msg),
         )
