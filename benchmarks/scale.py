@@ -43,7 +43,7 @@ from stand_ins import (
 )
 
 import hpcdask
-from hpcdask.bootstrap.ranks import detect
+from hpcdask.bootstrap.ranks import Rank, detect
 from hpcdask.gpu.devices import Gpu
 from hpcdask.node.placement import Inventory
 from hpcdask.process import raise_descriptor_limit
@@ -130,8 +130,8 @@ def listener_on(port: int, parent: psutil.Process) -> psutil.Process:
 
 
 @contextlib.contextmanager
-def launched(size: int, folder: Path) -> Iterator[tuple[psutil.Process, str]]:
-    """Yield rank 0 of a launch of `srun` without its other ranks, and the launch's id."""
+def launched(size: int, folder: Path) -> Iterator[tuple[psutil.Process, Rank]]:
+    """Yield the process of rank 0 of a launch of `srun` without other ranks, and the rank."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_WORDS)
     }
@@ -164,7 +164,7 @@ def launched(size: int, folder: Path) -> Iterator[tuple[psutil.Process, str]]:
             stderr=log,
         )
         try:
-            yield psutil.Process(process.pid), rank.launch_id
+            yield psutil.Process(process.pid), rank
         except BaseException:
             log.seek(0)
             print(log.read(), file=sys.stderr)
@@ -183,14 +183,14 @@ async def measure_launch(workers: int, beat_s: float) -> Costs:
     size = workers + 1
     with (
         tempfile.TemporaryDirectory(prefix="scale-") as place,
-        launched(size, Path(place)) as (rank0, launch_id),
+        launched(size, Path(place)) as (rank0, rank),
     ):
-        note = await until(Rendezvous(launch_id, shared=True).fetch)
+        note = await until(Rendezvous(rank).fetch)
         leader = listener_on(note.port, rank0)  # rank 0's agent
         await settle(leader)
         costs |= state_of("rank0", leader, "_alone")
 
-        ranks = [StandInRank(stand_in_rank(one, size, launch_id)) for one in range(1, size)]
+        ranks = [StandInRank(stand_in_rank(one, size, rank.launch_id)) for one in range(1, size)]
         used = seconds(leader)
         await together(rank.connect() for rank in ranks)
         await settle(leader)

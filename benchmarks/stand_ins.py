@@ -26,7 +26,7 @@ from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.comm.peers import TOPIC
 from hpcdask.node.placement import Inventory
-from hpcdask.runner.link import EndRun, RankReport, Rendezvous, StartWorkers, find_leader
+from hpcdask.runner.link import EndRun, RankReport, StartWorkers, find_leader
 from hpcdask.security.credentials import to_security
 
 #: Ranks, cores and bytes of memory of a node that is not there.
@@ -188,8 +188,7 @@ class StandInRank:
 
     async def connect(self) -> None:
         """Find rank 0 and connect to it."""
-        rendezvous = Rendezvous(self.rank.launch_id, shared=True)
-        self._info, self._stream, *_ = await find_leader(self.rank, rendezvous, PATIENCE_S)
+        self._info, self._stream, *_ = await find_leader(self.rank, PATIENCE_S)
 
     async def report(self) -> None:
         """Report, and wait for the order to start the worker."""

@@ -26,7 +26,7 @@ from hpcdask.gpu.driver import answer_deadline_s, read
 from hpcdask.logs import complain
 from hpcdask.process import FILES, detach_standard_streams, leave
 from hpcdask.runner import mpi
-from hpcdask.runner.link import Listener, Rendezvous, find_leader
+from hpcdask.runner.link import Rendezvous, find_leader
 from hpcdask.security.credentials import create_credentials
 from hpcdask.security.ports import use
 from hpcdask.spec.parsing import configured_port_range, parse_port_range
@@ -147,7 +147,7 @@ class _Leader:
         """Gather the reports of all ranks, print one, and return its exit code."""
         launch = self._launch
         if launch.rank.size > 1:
-            await self._meet(Rendezvous.of(launch.rank))
+            await self._meet(Rendezvous(launch.rank))
         seconds, others = answer_deadline_s() + proofs.STACK_DEADLINE_S + SPARE_S, [*self._channels]
         reports = asyncio.gather(*(self._receive(rank, seconds) for rank in others))
         launch.arrivals[0].facts = await _gather(gathering, proves=True)
@@ -170,14 +170,13 @@ class _Leader:
 
         launch, address = self._launch, str(get_ip())  # the scheduler's address in a run
         others = [one.address for one in fabric.interfaces() if one.address != address]
-        server = Listener(self._note_arrival, create_credentials())
+        keys = create_credentials()
         try:
-            port = await server.publish(meeting, launch.rank, address, others)
+            port = await meeting.open(self._note_arrival, keys, address, others)
             launch.address = f"{address}:{port}"
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._complete.wait(), launch.timeout)
         finally:
-            server.close()
             meeting.close()
 
     async def _note_arrival(self, hello: dict[str, Any], channel: MessageStream) -> None:
@@ -205,7 +204,7 @@ class _Leader:
 
 async def _follow(rank: Rank, gathering: Gathering, timeout: float) -> int:
     """Report to rank 0, do what it orders, and return its exit code."""
-    _, channel, address, failed = await find_leader(rank, Rendezvous.of(rank), timeout)
+    _, channel, address, failed = await find_leader(rank, timeout)
     who = {"rank": rank.index, "host": rank.host, "address": address, "failed": failed}
     channel.send(**who, boot=_boot_id(), time=time.time())
     facts = await _gather(gathering, proves=rank.local_index == 0)

@@ -15,19 +15,15 @@ from hpcdask.logs import complain
 from hpcdask.node.host_agent import HostAgent
 from hpcdask.process import TERM_DEADLINE_S
 from hpcdask.security.credentials import to_security
-from hpcdask.spec.specs import RunSpec
 
 from . import link
-from .link import Rendezvous, find_leader
+from .link import find_leader
 from .options import RunRequest
 
 
 async def take_part(agent: HostAgent, request: RunRequest, attached: socket.socket | None) -> int:
     """Lead the run in rank 0, follow it in the others; return this rank's exit code."""
     request = dataclasses.replace(request, spec=request.spec.configured())
-    meeting = Rendezvous.of(agent.rank)
-    if agent.rank.index == 0 and agent.rank.size > 1:
-        agent.clean(meeting.folder)
     problem: HpcdaskError | None = None
     try:
         agent.prepare()
@@ -38,13 +34,11 @@ async def take_part(agent: HostAgent, request: RunRequest, attached: socket.sock
     if agent.rank.index == 0:
         from .leader import Leader  # other ranks do without its imports
 
-        return await Leader(agent, request, meeting, attached).lead(problem)
-    return await _follow(agent, request.spec, meeting, problem)
+        return await Leader(agent, request, attached).lead(problem)
+    return await _follow(agent, request.spec.timeout, problem)
 
 
-async def _follow(
-    agent: HostAgent, spec: RunSpec, meeting: Rendezvous, problem: HpcdaskError | None
-) -> int:
+async def _follow(agent: HostAgent, timeout: float, problem: HpcdaskError | None) -> int:
     """Do what rank 0 says until the run is over, and end with it."""
     leader: MessageStream | None = None
 
@@ -61,7 +55,7 @@ async def _follow(
 
     agent.listen(hear)
     try:
-        info, leader, _, _ = await find_leader(agent.rank, meeting, spec.timeout)
+        info, leader, _, _ = await find_leader(agent.rank, timeout)
     except LaunchError:
         agent.tell(AbortLaunch())
         raise
@@ -69,7 +63,7 @@ async def _follow(
     leader.send(await asyncio.to_thread(link.RankReport.of, agent, problem))
 
     def failed(name: str, text: str) -> None:
-        leader.send(link.WorkerFailed(agent.rank.index, name, text))
+        leader.send(link.Loss.of_worker(agent.rank, name, text))
 
     work: list[asyncio.Task[None]] = []
     async for order in leader:

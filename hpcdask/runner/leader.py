@@ -15,6 +15,7 @@ from distributed.utils import get_ip, get_ip_interface
 
 from hpcdask.bootstrap import orders
 from hpcdask.bootstrap.environment import own_process
+from hpcdask.bootstrap.orders import Message
 from hpcdask.client import scheduler_file
 from hpcdask.comm.fabric import only_address, unreachable
 from hpcdask.comm.transport import AUTO
@@ -29,18 +30,7 @@ from hpcdask.security.credentials import Credentials, create_credentials, to_sec
 from hpcdask.spec.specs import RunSpec
 
 from . import link
-from .link import (
-    LOOPBACK,
-    Broken,
-    Elapsed,
-    Events,
-    Link,
-    Listener,
-    RankLost,
-    Rendezvous,
-    SchedulerLost,
-    SchedulerStarted,
-)
+from .link import LOOPBACK, Events, Link, Loss, Rendezvous, SchedulerStarted
 from .options import RunRequest
 from .plan import WantedWorkers, make_plan
 from .program import RunFiles, UserProgram
@@ -72,25 +62,23 @@ class Leader:
         self,
         agent: HostAgent,
         request: RunRequest,
-        rendezvous: Rendezvous,
         attached: socket.socket | None,
     ) -> None:
         self.agent, self.spec, self.rank = agent, request.spec, agent.rank
-        self.rendezvous = rendezvous
+        self.rendezvous = Rendezvous(self.rank)
         self.state: Literal["starting", "running", "ending"] = "starting"
         self.signalled: int | None = None
         self.credentials: Credentials = {}
-        self.events = Events()
+        self.events: Events = asyncio.Queue()
         self.link = Link(self.rank, self.events)
         self.wanted = WantedWorkers(self.spec)
         self.scheduler = SchedulerProcess(self.events)
         self.links: dict[str, list[LinkTest]] | None = {}
-        exists = request.program is not None or attached is not None
-        self.program = UserProgram(agent, self.events, exists=exists, line=attached)
+        self.program = UserProgram(agent, self.events, request.program is not None, attached)
         script = request.program.name if request.program else ""
         self.files = RunFiles(agent, self.spec.scheduler_file, script)
         self.deadline = time.monotonic() + self.spec.timeout
-        agent.listen(self.events.put)
+        agent.listen(self.events.put_nowait)
 
     async def lead(self, problem: HpcdaskError | None) -> int:
         """Run everything and return the exit code; with a `problem`, the others are only told."""
@@ -104,7 +92,11 @@ class Leader:
         seconds = HURRIED_S
         try:
             if problem is not None:
-                raise problem
+                complain(problem)
+                self.deadline = time.monotonic() + min(self.spec.timeout, DISMISS_DEADLINE_S)
+                with contextlib.suppress(HpcdaskError, OSError):
+                    await self._meet()
+                raise RunOver(problem.exit_code)
             await self._bring_up()
             if self.state == "starting":
                 self.state = "running"
@@ -121,10 +113,6 @@ class Leader:
         except HpcdaskError as error:
             complain(error)
             code = error.exit_code
-            if error is problem:
-                self.deadline = time.monotonic() + min(self.spec.timeout, DISMISS_DEADLINE_S)
-                with contextlib.suppress(HpcdaskError, OSError, RunOver):
-                    await self._meet()
         complete = self.link.complete
         await self._take_down(code, seconds)
         if not complete:
@@ -167,7 +155,7 @@ class Leader:
             await asyncio.to_thread(scheduler_file.check_writable, self.files.asked)
             self.files.write(self.files.asked, *access, gpus=gpus)
         if self.program.attached and (status := process_status(own_process())):
-            self.agent.parts |= {"program": int(status[2])}
+            self._handle(orders.ProgramStarted(int(status[2])))
         self.files.publish(self.scheduler.nannies)
         say(
             f"{plan.describe(self.spec, len(registered))}, ready in {seconds_since_start():.2f} s; "
@@ -178,12 +166,12 @@ class Leader:
 
     async def _until(self, done: Callable[[], bool], late: Callable[[], LaunchError]) -> None:
         """Handle events until something is done, while the cluster comes up."""
-        while not done():
-            try:
-                event = await self.events.get(self.deadline)
-            except TimeoutError:
-                raise late() from None
-            self._handle(event)
+        try:
+            async with asyncio.timeout_at(self.deadline):  # of the loop, whose clock is monotonic
+                while not done():
+                    self._handle(await self.events.get())
+        except TimeoutError:
+            raise late() from None
 
     async def _start_scheduler(self, interface: str | None) -> None:
         host = self._host()
@@ -213,31 +201,31 @@ class Leader:
     async def _meet(self) -> dict[int, Inventory]:
         self.link.note(await asyncio.to_thread(link.RankReport.of, self.agent))
         if self.rank.size > 1:
-            listener = Listener(self.link.serve, self.credentials)
-            await listener.publish(self.rendezvous, self.rank, self._host())
+            self.agent.clean(self.rendezvous.folder)
+            await self.rendezvous.open(self.link.serve, self.credentials, self._host())
             await self._until(
                 lambda: self.link.complete, lambda: self.link.too_late(self.spec.timeout)
             )
-            listener.close()
             self.rendezvous.close()
         return self.link.inventories()
 
     def _start_workers(self, rank: int, placements: list[WorkerPlacement], scheduler: str) -> None:
-        def failed(name: str, text: str) -> None:
-            self.events.put(link.WorkerFailed(rank, name, text))
-
         if rank:
             self.link.send(rank, link.StartWorkers(scheduler, placements))
-        else:
-            access = to_security(self.credentials)
-            self.events.start(self.agent.start_workers(placements, scheduler, access, failed))
+            return
+
+        def failed(name: str, text: str) -> None:
+            self.events.put_nowait(Loss.of_worker(self.rank, name, text))
+
+        work = self.agent.start_workers(
+            placements, scheduler, to_security(self.credentials), failed
+        )
+        self.own_workers = asyncio.create_task(work)
 
     # Events
 
-    def _handle(self, event: object) -> None:
+    def _handle(self, event: Message) -> None:
         match event:
-            case Broken(error):
-                raise error
             case orders.ProgramStarted(pid):
                 self.program.runs = True
                 self.agent.parts |= {"program": pid}
@@ -246,7 +234,7 @@ class Leader:
                 raise RunOver(ClusterError.exit_code if self.state == "ending" else code)
             case orders.Signal(number):
                 self._handle_signal(number)
-            case RankLost() | SchedulerLost() | link.WorkerFailed():
+            case Loss():
                 self._handle_loss(event)
             case SchedulerStarted(error=error) if error:
                 raise ClusterError(error)
@@ -258,15 +246,6 @@ class Leader:
                 self._see_workers()
             case link.WorkerWarm(found):
                 self._note_links(found)
-            case Elapsed("program"):
-                say(f"the program did not end within {TERM_DEADLINE_S:g} s, and is killed")
-                raise RunOver(128 + (self.signalled or signal.SIGTERM))
-            case Elapsed("files"):
-                self.files.note(self.scheduler.nannies)
-            case Elapsed("loss"):
-                raise RunOver(ClusterError.exit_code)
-            case Elapsed("no workers") if self.wanted.names and not self.scheduler.registered:
-                say("no worker is left: Dask tasks wait until one comes back")
 
     def _handle_signal(self, number: int) -> None:
         starting = self.state == "starting"
@@ -281,34 +260,44 @@ class Leader:
         if number != signal.SIGINT:
             name = signal.Signals(number).name
             say(f"{name}: the run ends, and the program has {TERM_DEADLINE_S:g} s to end before it")
-            self.events.put_later(TERM_DEADLINE_S, "program")
+            asyncio.get_running_loop().call_later(TERM_DEADLINE_S, self._give_up_program, number)
 
-    def _handle_loss(self, event: RankLost | SchedulerLost | link.WorkerFailed) -> None:
+    def _give_up_program(self, number: int) -> None:
+        if self.state != "ending":
+            say(f"the program did not end within {TERM_DEADLINE_S:g} s, and is killed")
+            self.events.put_nowait(orders.ProgramEnded(128 + number))
+
+    def _handle_loss(self, loss: Loss) -> None:
         """Do without what is lost, if enough remains; else end the program, and with it the run."""
         if self.state == "ending":
             return
-        what, advice = self.link.loss(event), ""
-        if not isinstance(event, SchedulerLost):
-            name = event.name if isinstance(event, link.WorkerFailed) else None
-            self.wanted.give_up(event.rank, name)
+        what, advice = loss.text, ""
+        if loss.rank is not None:
+            self.wanted.give_up(loss.rank, loss.worker)
             if self.wanted.suffice:
                 left = plural(len(self.wanted.names), "worker")
                 say(f"{what}. The run goes on with {left} (--workers-min {self.spec.workers_min})")
                 return
             advice = " (--workers-min lets it go on)" * (self.spec.workers_min is None)
         what += f". The run ends{advice}"
-        if not self.program.runs and not (self.program.attached and self.state == "running"):
+        if not self.program.runs:
             raise ClusterError(what)
         complain(what)
         self.state = "ending"
         self.program.signal(signal.SIGTERM)
-        self.events.put_later(LOSS_DEADLINE_S, "loss")
+        over = orders.ProgramEnded(ClusterError.exit_code)
+        asyncio.get_running_loop().call_later(LOSS_DEADLINE_S, self.events.put_nowait, over)
 
     def _see_workers(self) -> None:
         if self.state == "running":
-            self.events.put_later(NOTE_PAUSE_S, "files")
+            loop = asyncio.get_running_loop()
+            loop.call_later(NOTE_PAUSE_S, self.files.note, self.scheduler.nannies)
             if not self.scheduler.registered:
-                self.events.put_later(NO_WORKER_NOTICE_S, "no workers")
+                loop.call_later(NO_WORKER_NOTICE_S, self._tell_if_no_worker_is_left)
+
+    def _tell_if_no_worker_is_left(self) -> None:
+        if self.state == "running" and self.wanted.names and not self.scheduler.registered:
+            say("no worker is left: Dask tasks wait until one comes back")
 
     def _note_links(self, found: dict[str, Any]) -> None:
         """Note a worker's first exchanges; once all that are wanted have, say how they went."""
@@ -328,11 +317,12 @@ class Leader:
 
     async def _take_down(self, code: int, seconds: float) -> None:
         """End the workers and the other ranks, then the scheduler; this rank is the last."""
+        self.state = "ending"
         self.program.signal(signal.SIGKILL)
-        for line in await self.scheduler.end_soon():
-            say(line)
+        await self.scheduler.end_soon()
         never_ran = code == UsageError.exit_code and not self.scheduler.registered
-        self.link.send_all(link.EndRun(code if never_ran else 0, seconds))
+        for rank in self.link.reports:
+            self.link.send(rank, link.EndRun(code if never_ran else 0, seconds))
         await asyncio.gather(
             self.agent.close_workers(seconds), self.link.wait_for_departure(seconds + LEAVE_S)
         )

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import ssl
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -48,6 +49,8 @@ DIAL_DEADLINE_S = 5.0
 #: Seconds that a launcher gets to reap its ranks: MPICH's waits for all of a node.
 REAP_DEADLINE_S = 1.0
 Arrived = Callable[[Json, MessageStream], Coroutine[Any, Any, None]]
+#: Messages, `Loss`, and whatever else happens to rank 0.
+Events = asyncio.Queue[Message]
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,21 @@ class EndRun(Message):
 
 
 @dataclass(frozen=True)
-class WorkerFailed(Message):
-    """Failure of a worker to start."""
+class Loss(Message):
+    """Loss of a `worker` of a `rank`, of a whole rank, or of the scheduler."""
 
-    rank: int
-    name: str
-    error: str
+    text: str
+    rank: int | None = None
+    worker: str = ""
+
+    @classmethod
+    def of_worker(cls, rank: Rank, worker: str, error: str) -> Loss:
+        """Return the loss of a worker that did not start."""
+        text = (
+            f"a worker of rank {rank.index} on {rank.host} did not start: {error.rstrip('.')}. "
+            f"See its lines above, and hpcdask doctor there"
+        )
+        return cls(text, rank.index, worker)
 
 
 @dataclass(frozen=True)
@@ -136,62 +148,6 @@ class SchedulerClosed(Message):
 
 
 @dataclass(frozen=True)
-class RankLost:
-    rank: int
-
-
-@dataclass(frozen=True)
-class SchedulerLost:
-    """End of the scheduler's process that nobody asked for."""
-
-
-@dataclass(frozen=True)
-class Broken:
-    """Error of a task that runs beside."""
-
-    error: BaseException
-
-
-@dataclass(frozen=True)
-class Elapsed:
-    """End of a time: of ``program``, ``loss``, ``files`` or ``no workers``."""
-
-    what: str
-
-
-class Events:
-    """The queue, and the tasks whose errors become events."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[object] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def put(self, event: object) -> None:
-        self._queue.put_nowait(event)
-
-    def put_later(self, seconds: float, what: str) -> None:
-        """Put `Elapsed` at the end after a while."""
-        asyncio.get_running_loop().call_later(seconds, self.put, Elapsed(what))
-
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine beside; what it raises becomes `Broken`."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._note_end)
-
-    def _note_end(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.put(Broken(error))
-
-    async def get(self, deadline: float | None = None) -> object:
-        """Return the next event. Raises TimeoutError at a deadline of `time.monotonic`."""
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        async with asyncio.timeout(left):
-            return await self._queue.get()
-
-
-@dataclass(frozen=True)
 class RendezvousInfo(Record):
     """Rank 0's note: addresses of its node, of which the first is tried first, and credentials."""
 
@@ -203,23 +159,52 @@ class RendezvousInfo(Record):
 
 
 class Rendezvous:
-    """Rank 0's note in a private folder that is named after the launch.
+    """Rank 0's port, and its note in a private folder that is named after the launch.
 
-    `launch_id` is of this launch alone: an earlier life of a requeued job has another. For the
-    ranks of one node the folder is in the temporary folder. With `shared` it is in the home folder,
-    or where Dask's configuration has ``hpcdask.shared-directory``.
+    The launch's id is of this launch alone: an earlier life of a requeued job has another. For the
+    ranks of one node the folder is in the temporary folder; else it is in the home folder, or where
+    Dask's configuration has ``hpcdask.shared-directory``.
     """
 
-    def __init__(self, launch_id: str, *, shared: bool) -> None:
+    def __init__(self, rank: Rank) -> None:
         base = tempfile.gettempdir()
-        if shared:
+        if not rank.one_node:
             base = dask.config.get("hpcdask.shared-directory", None) or os.path.expanduser("~")
-        name = f".hpcdask-{os.geteuid()}-{hashlib.sha256(launch_id.encode()).hexdigest()[:16]}"
-        self.folder = os.path.join(os.path.abspath(base), name)
+        launch = hashlib.sha256(rank.launch_id.encode()).hexdigest()[:16]
+        self.folder = os.path.join(os.path.abspath(base), f".hpcdask-{os.geteuid()}-{launch}")
+        self._rank = rank
+        self._server: asyncio.Server | None = None
 
-    @classmethod
-    def of(cls, rank: Rank) -> Rendezvous:
-        return cls(rank.launch_id, shared=not rank.one_node)
+    async def open(
+        self, arrived: Arrived, credentials: Credentials, host: str, others: Sequence[str] = ()
+    ) -> int:
+        """Listen, tell the other ranks where, and return the port; `others` are more addresses.
+
+        Each rank that connects is handed to `arrived`, with its first message.
+        """
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            channel = MessageStream(reader, writer)
+            _notice_dead_peers(writer)
+            report = await channel.receive()  # a rank may first wait for its GPU's driver
+            if report is None:
+                channel.close()
+            else:
+                await arrived(report, channel)
+
+        raise_descriptor_limit()
+        everywhere = "::" if ":" in host else "0.0.0.0"
+        (sock,) = netutil.bind_sockets(0, address=everywhere if others else host)
+        self._server = await asyncio.start_server(
+            accept,
+            sock=sock,
+            ssl=to_security(credentials).get_listen_args("scheduler")["ssl_context"],
+            limit=LINE_LIMIT,
+            backlog=4096,
+        )
+        port = int(sock.getsockname()[1])
+        self.publish(RendezvousInfo(host, port, self._rank.host, credentials, [*others]))
+        return port
 
     def publish(self, info: RendezvousInfo) -> None:
         """Write the note, over that of a life that left one."""
@@ -243,53 +228,10 @@ class Rendezvous:
         return None
 
     def close(self) -> None:
+        """Stop listening and remove the note; connections stay."""
+        if self._server is not None:
+            self._server.close()
         private.remove(self.folder)
-
-
-class Listener:
-    """Rank 0's port, which hands over each rank, with its first message."""
-
-    def __init__(self, arrived: Arrived, credentials: Credentials | None = None) -> None:
-        raise_descriptor_limit()
-        self._arrived, self._credentials = arrived, credentials or {}
-        self._servers: list[asyncio.Server] = []
-
-    async def listen(self, host: str) -> int:
-        """Listen on a free port of `host` and return its number."""
-        arguments = to_security(self._credentials).get_listen_args("scheduler")
-        for sock in (sockets := netutil.bind_sockets(0, address=host)):
-            server = await asyncio.start_server(
-                self._accept,
-                sock=sock,
-                ssl=arguments["ssl_context"],
-                limit=LINE_LIMIT,
-                backlog=4096,
-            )
-            self._servers.append(server)
-        return int(sockets[0].getsockname()[1])
-
-    async def publish(
-        self, rendezvous: Rendezvous, rank: Rank, host: str, others: Sequence[str] = ()
-    ) -> int:
-        """Listen, tell the other ranks where, and return the port; `others` are more addresses."""
-        everywhere = "::" if ":" in host else "0.0.0.0"
-        port = await self.listen(everywhere if others else host)
-        rendezvous.publish(RendezvousInfo(host, port, rank.host, self._credentials, [*others]))
-        return port
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = MessageStream(reader, writer)
-        _notice_dead_peers(writer)
-        report = await channel.receive()  # a rank may first wait for its GPU's driver
-        if report is None:
-            channel.close()
-        else:
-            await self._arrived(report, channel)
-
-    def close(self) -> None:
-        """Stop listening; connections stay."""
-        for server in self._servers:
-            server.close()
 
 
 class Link:
@@ -307,14 +249,15 @@ class Link:
         self._channels[report.rank] = channel
         self.note(report)
         async for received in channel:
-            self._events.put(received)
+            self._events.put_nowait(received)
         del self._channels[report.rank]
-        self._events.put(RankLost(report.rank))
+        what = f"rank {report.rank} on {report.host} is gone: it was killed or its node failed"
+        self._events.put_nowait(Loss(what, report.rank))
 
     def note(self, report: RankReport) -> None:
         """Note the arrival of a rank."""
         self.reports[report.rank] = report
-        self._events.put(report)
+        self._events.put_nowait(report)
 
     @property
     def complete(self) -> bool:
@@ -334,34 +277,15 @@ class Link:
         found = {}
         for index, report in sorted(self.reports.items()):
             if report.inventory is None:
-                where = f" ({self.name(index)})" if self._rank.size > 1 else ""
+                where = f" (rank {index} on {report.host})" if self._rank.size > 1 else ""
                 raise UsageError(f"{report.error}{where}")
             found[index] = report.inventory
         return found
 
-    def name(self, index: int) -> str:
-        return f"rank {index} on {self.reports[index].host}"
-
-    def loss(self, event: RankLost | SchedulerLost | WorkerFailed) -> str:
-        """Return what the run lost, why as far as it is known, and where to look."""
-        match event:
-            case SchedulerLost():
-                return "the scheduler's process was killed: see whether the node ran out of memory"
-            case RankLost(rank):
-                return f"{self.name(rank)} is gone: it was killed or its node failed"
-            case WorkerFailed(rank, _, text):
-                return (
-                    f"a worker of {self.name(rank)} did not start: {text.rstrip('.')}. See its "
-                    f"lines above, and hpcdask doctor there"
-                )
-
-    def send(self, index: int, message: orders.Message) -> None:
+    def send(self, index: int, message: Message) -> None:
+        """Send a message to a rank, if it is there."""
         if index in self._channels:
             self._channels[index].send(message)
-
-    def send_all(self, message: orders.Message) -> None:
-        for index in self._channels:
-            self.send(index, message)
 
     async def wait_for_departure(self, seconds: float) -> None:
         """Wait until the others have left, and here were reaped: a launcher reports who lives."""
@@ -376,12 +300,13 @@ class Link:
 
 
 async def find_leader(
-    rank: Rank, rendezvous: Rendezvous, timeout: float
+    rank: Rank, timeout: float
 ) -> tuple[RendezvousInfo, MessageStream, str, dict[str, str]]:
     """Read notes until one leads to rank 0, or raise LaunchError: it may be of an earlier life.
 
     Return the note, the connection, its address, and why other addresses of the note failed.
     """
+    rendezvous = Rendezvous(rank)
     deadline = time.monotonic() + timeout
     heard: RendezvousInfo | None = None
     failed: dict[str, str] = {}
@@ -394,10 +319,10 @@ async def find_leader(
                     return info, await dial(info, address), address, failed
                 except TimeoutError:
                     failed[address] = f"no answer in {DIAL_DEADLINE_S:g} s"
-                except OSError as error:
-                    failed[address] = error.strerror or str(error)
-                    if failed[address].startswith("Connect call failed"):  # asyncio's, no reason
-                        failed[address] = os.strerror(error.errno or 0)
+                except ssl.SSLError as error:
+                    failed[address] = str(error)
+                except OSError as error:  # whose own text is asyncio's, without a reason
+                    failed[address] = os.strerror(error.errno or 0)
         await asyncio.sleep(pause)
         pause = min(pause * 1.1, 0.5)  # a shared file system has better things to do
     me = f"rank {rank.index} of {rank.size} on {rank.host}"

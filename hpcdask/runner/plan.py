@@ -226,7 +226,7 @@ class WantedWorkers:
         least = min(self._spec.workers_min or len(self.names), len(self.names))
         return len(registered) >= least and len(registered & self.names) >= least
 
-    def give_up(self, rank: int, name: str | None = None) -> None:
+    def give_up(self, rank: int, name: str = "") -> None:
         """Want a worker of a rank no more, by default all of them."""
         self.names -= {name} if name else self._by_rank.get(rank, set())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -31,11 +32,11 @@ class UserProgram:
     """
 
     def __init__(
-        self, agent: HostAgent, events: Events, *, exists: bool, line: socket.socket | None
+        self, agent: HostAgent, events: Events, own: bool, line: socket.socket | None
     ) -> None:
-        self.exists = exists
+        self.waits = own  # starts before the cluster is ready
         self.attached = line is not None
-        self.waits = exists and line is None  # starts before the cluster is ready
+        self.exists = own or self.attached
         self.runs = False
         self._agent, self._events, self._line = agent, events, line
         self._cluster: dict[str, Any] = {}
@@ -49,8 +50,8 @@ class UserProgram:
     def ready(self) -> None:
         """Tell the program that the cluster is ready."""
         if self._line is not None:
-            self._events.start(self._attend(self._line))
-        elif self.exists:
+            self._attending = asyncio.create_task(self._attend(self._line))
+        elif self.waits:
             scheduler_file.note(self._cluster["file"], ready=True)
 
     async def _attend(self, line: socket.socket) -> None:
@@ -58,7 +59,7 @@ class UserProgram:
         channel.send(**self._cluster)
         while await channel.receive() is not None:
             pass
-        self._events.put(ProgramEnded(0))
+        self._events.put_nowait(ProgramEnded(0))
 
     def signal(self, number: int) -> None:
         self._agent.tell(Signal(number))

@@ -20,14 +20,14 @@ from hpcdask.bootstrap.supervisor import CONTEXT
 from hpcdask.client.defaults import send_at_once
 from hpcdask.comm.warmup import TOPIC
 from hpcdask.gpu.monitor import GpuMonitor, monitor_of, usage_lines
-from hpcdask.logs import set_log_level
+from hpcdask.logs import say, set_log_level
 from hpcdask.process import make_observable
 from hpcdask.security import ports, webserver
 from hpcdask.security.credentials import Credentials, to_security
 from hpcdask.upstream.distributed import cull_by_layer, run_in_loop
 
 from . import link
-from .link import Events, SchedulerLost, WorkersChanged, WorkerWarm
+from .link import Events, Loss, WorkersChanged, WorkerWarm
 
 #: Seconds in which it asks the workers what the GPUs did, and says so.
 USAGE_DEADLINE_S = 1.0
@@ -120,7 +120,6 @@ class SchedulerProcess:
         self.registered: set[str] = set()
         self.nannies: dict[str, str] = {}
         self._events = events
-        self._usage: list[str] = []
         self._usage_told = asyncio.Event()
         self._orders: MessageStream | None = None
 
@@ -132,7 +131,7 @@ class SchedulerProcess:
         self._process.start()
         theirs.close()
         self._orders = await MessageStream.over(line)
-        self._events.start(self._listen(self._orders))
+        self._listening = asyncio.create_task(self._listen(self._orders))
         return self._process.pid or 0
 
     async def _listen(self, channel: MessageStream) -> None:
@@ -144,26 +143,26 @@ class SchedulerProcess:
                     self.registered.difference_update(gone)
                     self.registered.update(came)
                     self.nannies.update(came)
-                case link.GpuUsageTold(lines):
-                    self._usage = self._usage or lines
+                case link.GpuUsageTold(lines) if not self._usage_told.is_set():
+                    for line in lines:
+                        say(line)
                     self._usage_told.set()
                 case link.SchedulerStarted():
                     self.started = message
                 case link.SchedulerClosed():
                     closed = True
-            self._events.put(message)
+            self._events.put_nowait(message)
         self._usage_told.set()
         if not closed:
-            self._events.put(SchedulerLost())
+            text = "the scheduler's process was killed: see whether the node ran out of memory"
+            self._events.put_nowait(Loss(text))
 
-    async def end_soon(self) -> list[str]:
-        """Tell the scheduler to log no more; return lines on the GPUs, if it answers in time."""
+    async def end_soon(self) -> None:
+        """Order the scheduler to log no more, and wait for its lines on the GPUs."""
         if self._orders is not None:
             self._orders.send(link.EndSoon())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(USAGE_DEADLINE_S):
-                    await self._usage_told.wait()
-        return self._usage
+                await asyncio.wait_for(self._usage_told.wait(), USAGE_DEADLINE_S)
 
     async def end(self) -> None:
         """Close it; after a second, by force."""

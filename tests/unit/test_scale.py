@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
 
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.node.placement import Inventory, WorkerPlacement
-from hpcdask.runner.link import Events, Link, RankReport
+from hpcdask.runner.link import Link, RankReport
 from hpcdask.runner.plan import WantedWorkers, make_plan
 from hpcdask.spec.specs import RunSpec
 
@@ -70,7 +71,7 @@ def test_the_page_has_what_was_measured(monkeypatch):
 
 def test_what_a_thousand_ranks_lack_is_told_in_a_line():
     size = 1000
-    link = Link(Rank(0, size, 0, 1, "n0", "srun", "launch"), Events())
+    link = Link(Rank(0, size, 0, 1, "n0", "srun", "launch"), asyncio.Queue())
     link.reports = {rank: RankReport(rank, f"n{rank}", 1) for rank in range(size // 2)}
     placements = {
         rank: [WorkerPlacement(f"n{rank}-{rank}", None, (0,), 1, 0)] for rank in range(size)
