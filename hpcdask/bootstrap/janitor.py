@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from hpcdask import process
 from hpcdask.security import private
 
-#: Seconds after which the janitor leaves a process that does not die (hung driver, file system).
-KILL_DEADLINE_S = 30.0
-#: The same where a process does this at its own end.
-FINISH_DEADLINE_S = 5.0
+#: Seconds after which a process that does not die (hung driver, file system) is left.
+KILL_DEADLINE_S = 5.0
 
 
 class Janitor:
@@ -25,13 +23,10 @@ class Janitor:
         read_end, self._pipe = os.pipe()
         self._known = marker, os.getsid(0), process.owner_text()
         self._paths: list[str] = []
-        parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
+        if os.fork() == 0:
             try:
                 os.close(self._pipe)
-                paths = _wait_for_end(read_end)
-                _clean(paths, parent, *self._known, KILL_DEADLINE_S)
+                _clean(_wait_for_end(read_end), *self._known)
             finally:
                 os._exit(0)
         os.close(read_end)
@@ -44,7 +39,7 @@ class Janitor:
 
     def finish(self) -> None:
         """Do its work, before the end of this process: SLURM then ends the janitor too."""
-        _clean(self._paths, self.pid, *self._known, FINISH_DEADLINE_S)
+        _clean(self._paths, *self._known)
 
 
 def _wait_for_end(pipe: int) -> list[str]:
@@ -62,15 +57,13 @@ def _wait_for_end(pipe: int) -> list[str]:
     return [os.fsdecode(name) for name in received.split(b"\0")[:-1]]
 
 
-def _clean(
-    paths: Sequence[str], besides: int, marker: str, session: int, owner: str, deadline_s: float
-) -> None:
+def _clean(paths: Sequence[str], marker: str, session: int, owner: str) -> None:
     """Kill what is left of a rank, and remove its files and folders."""
     for path in paths:
         if not os.path.isdir(path) or os.path.islink(path):  # another cluster may take its name
             private.remove(path)
-    deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline and (victims := marked_processes(marker, session, besides)):
+    deadline = time.monotonic() + KILL_DEADLINE_S
+    while time.monotonic() < deadline and (victims := marked_processes(marker, session)):
         for victim in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
@@ -79,13 +72,16 @@ def _clean(
         private.remove(path, owner)
 
 
-def marked_processes(marker: str, session: int, besides: int) -> list[int]:
-    """Return the living processes of a session whose initial environment holds `marker`."""
+def marked_processes(marker: str, session: int) -> list[int]:
+    """Return the living processes of a session whose initial environment holds `marker`.
+
+    The process that made the marker, and its janitor, are none of them.
+    """
     needle = f"{process.MARKER}={marker}".encode()
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
-            if pid in (besides, os.getpid()) or os.getsid(pid) != session:
+            if os.getsid(pid) != session:
                 continue  # jobs that the program submitted, and tmux, have sessions of their own
             with open(f"/proc/{pid}/environ", "rb") as file:
                 if needle not in file.read().split(b"\0"):

@@ -9,7 +9,6 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hpcdask.process import process_start, process_status
 from hpcdask.queues.registry import job_id
@@ -46,17 +45,10 @@ class Rank:
         return json.dumps(dataclasses.asdict(self) | {"launcher": "given"})
 
 
-class Numbers(NamedTuple):
-    """Numbers of a rank and the launcher's id of the launch; None for what it does not tell."""
-
-    rank: int | None = None
-    size: int | None = None
-    local_index: int | None = None
-    local_size: int | None = None
-    launch: str | None = None
-
-
-ALONE = Numbers(0, 1, 0, 1)
+#: Four numbers of a rank, in the order of `Rank`, and the launcher's id of the launch; None for
+#: what it does not tell.
+Numbers = tuple[int | None, int | None, int | None, int | None, str | None]
+ALONE: Numbers = (0, 1, 0, 1, None)
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
@@ -69,8 +61,9 @@ def detect(environ: Mapping[str, str] | None = None) -> Rank | None:
     *places, launch = numbers
     if None in places:
         return None
-    alone = numbers is ALONE
-    launcher, job = ("none", "") if alone else (launcher, job_id(environ, installed=False))
+    job = job_id(environ, installed=False)
+    if numbers is ALONE:
+        launcher, job = "none", ""
     pid = mpi_launcher() or os.getppid()  # all ranks of a node descend from it
     launch = launch or f"p{pid}.{process_start(pid)}"
     launch_id = "-".join(filter(None, (launcher, launch, job)))
@@ -90,7 +83,7 @@ def _variables(*names: str, launch: str = "") -> Callable[[Mapping[str, str]], N
         if names[0] not in environ:
             return None
         index, size, local_index, local_size = (_number(environ, name) for name in names)
-        return Numbers(index, size, local_index, local_size, environ.get(launch))
+        return index, size, local_index, local_size, environ.get(launch)
 
     return read
 
@@ -113,8 +106,7 @@ def _srun(environ: Mapping[str, str]) -> Numbers | None:
         return None  # of Hydra's mpirun, which starts its daemons by srun
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
     index, size, local = (_number(environ, name) for name in names)
-    launch = f"step{environ['SLURM_STEP_ID']}"
-    return Numbers(index, size, local, _slurm_local_size(environ), launch)
+    return index, size, local, _slurm_local_size(environ), f"step{environ['SLURM_STEP_ID']}"
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
@@ -137,12 +129,12 @@ def _flux(environ: Mapping[str, str]) -> Numbers | None:
     share = None  # ranks of a node, where all have as many and stand side by side
     if index is not None and size and nodes and size % nodes == 0:
         share = size // nodes if index % (size // nodes) == local else None
-    return Numbers(index, size, local, share, environ.get("FLUX_JOB_ID"))
+    return index, size, local, share, environ.get("FLUX_JOB_ID")
 
 
 def _no_launcher(environ: Mapping[str, str]) -> Numbers:
     untold = any(name in environ for name in ("PMIX_RANK", "PMI_FD", "JSM_NAMESPACE_RANK"))
-    return Numbers() if untold else ALONE
+    return (None,) * 5 if untold else ALONE
 
 
 #: In the order in which they are looked for: a launcher may start its ranks by another one.

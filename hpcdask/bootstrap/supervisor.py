@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -48,8 +48,7 @@ class Supervisor:
         self._command = program
         self._repeated = {signal.SIGINT} if interrupts else set()
         self._program: subprocess.Popen[bytes] | None = None
-        self._partial = b""
-        self._launcher = ranks.mpi_launcher()
+        self._launcher = _open_launcher()
         self._marker = f"{os.urandom(12).hex()}.{os.getpid()}"
         # A launcher or a queue signals all of a job's processes, also before they have handlers
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, process.SIGNALS)
@@ -65,48 +64,40 @@ class Supervisor:
         """Start the agent, which does `work`, and end as it ends; `abort` ends the whole launch."""
         self._abort, self._aborts = abort, False
         self._code: int | None = None
-        self._line, theirs = socket.socketpair()
-        self._forks, agents_forks = socket.socketpair()
-        given = theirs, agents_forks, work, *args
+        self._line, agents_line = socket.socketpair()
+        forks, agents_forks = socket.socketpair()
+        given = agents_line, agents_forks, work, *args
         self._agent = CONTEXT.Process(target=_run_agent, args=given, name="agent")
         try:
             self._agent.start()
         except (OSError, EOFError):
             self._leave(_end_of_fork_server())
-        theirs.close()
+        agents_line.close()
         agents_forks.close()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._line, selectors.EVENT_READ, self._obey)
-        self._selector.register(self._forks, selectors.EVENT_READ, self._fork)
+        _run_beside(_serve_forks, forks)
         self._handle_signals()
-        while True:
-            for key, _ in self._selector.select():
-                key.data()
+        # a connection is reset by an agent that has not read what it was told
+        with contextlib.suppress(ConnectionResetError), self._line.makefile("rb") as lines:
+            for line in lines:
+                self._obey(orders.read(json.loads(line)))
+        self._end()
 
     def _tell(self, message: orders.Message) -> None:
         with contextlib.suppress(OSError):  # the agent has ended
             self._line.sendall(orders.to_line(message.to_json()))
 
-    def _obey(self) -> None:
-        """Do what the agent orders; end once it has ended."""
-        received = b""
-        with contextlib.suppress(ConnectionResetError):  # it has not read what it was told
-            received = self._line.recv(65536)
-        if not received:
-            self._end()
-        *lines, self._partial = (self._partial + received).split(b"\n")
-        for line in lines:
-            match orders.read(json.loads(line)):
-                case orders.StartProgram(variables):
-                    self._start_program(variables)
-                case orders.Signal(number):
-                    self._signal_program(number)
-                case orders.AbortLaunch():
-                    self._aborts = True
-                case orders.Clean(path):
-                    self.janitor.remove_at_end(path)
-                case orders.Leaving(code):
-                    self._code = code
+    def _obey(self, order: orders.Message) -> None:
+        match order:
+            case orders.StartProgram(variables):
+                self._start_program(variables)
+            case orders.Signal(number):
+                self._signal_program(number)
+            case orders.AbortLaunch():
+                self._aborts = True
+            case orders.Clean(path):
+                self.janitor.remove_at_end(path)
+            case orders.Leaving(code):
+                self._code = code
 
     def _end(self) -> NoReturn:
         self._agent.join()
@@ -118,23 +109,6 @@ class Supervisor:
             )
             code = 1
         self._leave(code)
-
-    def _fork(self) -> None:
-        """Start a process for the agent: only who started the fork server may ask it."""
-        try:
-            _, fds, _, _ = socket.recv_fds(self._forks, 1, MAX_FDS)
-        except ConnectionResetError:
-            fds = []
-        if not fds:  # the agent has ended
-            self._selector.unregister(self._forks)
-            return
-        answer: tuple[int, ...] = ()
-        with contextlib.suppress(OSError, EOFError):
-            answer = forkserver.connect_to_new_process(fds)
-        with contextlib.suppress(OSError):
-            socket.send_fds(self._forks, [b"f"], answer)
-        for fd in (*fds, *answer):
-            os.close(fd)
 
     # The program
 
@@ -153,7 +127,7 @@ class Supervisor:
             code = program.wait()
             self._tell(orders.ProgramEnded(code if code >= 0 else 128 - code))
 
-        threading.Thread(target=wait, name="program", daemon=True).start()
+        _run_beside(wait)
 
     def _signal_program(self, number: int) -> None:
         from_terminal = number == signal.SIGINT and os.isatty(0)
@@ -181,23 +155,7 @@ class Supervisor:
         for number in process.PASSED_ON:
             signal.signal(number, lambda number, frame: self._signal_program(number))
         if self._launcher is not None:
-            self._watch_launcher(self._launcher, lambda: handle(signal.SIGTERM))
-
-    def _watch_launcher(self, pid: int, lost: Callable[[], None]) -> None:
-        """Call `lost` when the MPI launcher is gone: killed, Open MPI's ends nobody."""
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            lost()
-            return
-        except (OSError, AttributeError):  # an old kernel, or a Python made for one (conda)
-            return
-
-        def notice() -> None:
-            self._selector.unregister(fd)
-            lost()
-
-        self._selector.register(fd, selectors.EVENT_READ, notice)
+            _run_beside(_follow_launcher, self._launcher)
 
     def _leave(self, code: int) -> NoReturn:
         if self._program is not None:
@@ -207,6 +165,37 @@ class Supervisor:
         if self._aborts and self._abort:
             self._abort(code)
         process.leave(code)
+
+
+def _run_beside(work: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=work, args=args, daemon=True).start()
+
+
+def _open_launcher() -> int | None:
+    """Return a descriptor that can be read once the MPI launcher is gone; None without one."""
+    if (pid := ranks.mpi_launcher()) is not None:
+        # an old kernel, or a Python made for one (conda), has none
+        with contextlib.suppress(OSError, AttributeError):
+            return os.pidfd_open(pid)
+    return None
+
+
+def _follow_launcher(launcher: int) -> None:
+    """End this process with the MPI launcher: one that is killed, Open MPI's, ends nobody."""
+    select.select([launcher], [], [])
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _serve_forks(forks: socket.socket) -> None:
+    """Start processes for the agent: only who started the fork server may ask it."""
+    with contextlib.suppress(OSError):  # the agent has ended
+        while fds := socket.recv_fds(forks, 1, MAX_FDS)[1]:
+            answer: tuple[int, ...] = ()
+            with contextlib.suppress(OSError, EOFError):
+                answer = forkserver.connect_to_new_process(fds)
+            socket.send_fds(forks, [b"f"], answer)
+            for fd in (*fds, *answer):
+                os.close(fd)
 
 
 def _fork_resource_tracker() -> None:

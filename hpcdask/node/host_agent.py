@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import dask.config
@@ -31,7 +30,6 @@ from hpcdask.logs import complain, set_log_level
 from hpcdask.process import leave, owner_text
 from hpcdask.security import ports
 from hpcdask.security.credentials import check_configuration
-from hpcdask.spec.records import Record
 from hpcdask.spec.specs import WorkerSpec
 from hpcdask.upstream import distributed as upstream
 
@@ -43,6 +41,8 @@ from .scratch import scratch_folder
 #: Seconds that workers get to close, with their teardowns, and where something failed or a signal
 #: ends the run.
 CLOSE_DEADLINE_S, HURRIED_S = 10.0, 2.0
+#: GPUs that this process may use, and what joins them.
+Seen = tuple[tuple[Gpu, ...], Fabric]
 
 
 def run_agent(
@@ -81,7 +81,7 @@ class HostAgent:
         self.parts: dict[str, int] = {}
         self.scratch = ""
         self._line = line
-        self._probe: GpuProbe | None = None
+        self._probe: Future[Seen] | None = None
 
     def tell(self, message: orders.Message) -> None:
         """Order something of the process that owns signals, program and janitor."""
@@ -114,27 +114,27 @@ class HostAgent:
         upstream.preload_nothing()
         dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
         if self.spec.device != "cpu" and (has_nvidia_driver() or find_spec("pynvml")):
-            self._probe = GpuProbe()
+            self._probe = start_probe()
         self.scratch = scratch_folder(self.spec.local_directory, self.clean, self.owner)
 
     def look(self) -> Inventory:
         """Return what this node has for its workers."""
-        found = ProbeResult()
+        gpus, links = tuple[Gpu, ...](), Fabric()
         if self._probe is not None:
-            found = self._probe.result()
+            gpus, links = wait_for_probe(self._probe)
         elif self.spec.protocol == "ucx" or self.spec.interface == transport.AUTO:
-            found = ProbeResult(fabric=fabric.look(gpus=False))
-        if found.gpus and not (find_spec("cuda") and find_spec("cuda.bindings")):
+            links = fabric.look(gpus=False)
+        if gpus and not (find_spec("cuda") and find_spec("cuda.bindings")):
             raise MissingExtra("cuda-bindings", cuda_extra(), "a worker on a GPU")
         return Inventory(
             self.rank.index,
             self.host,
             self.rank.local_index,
-            found.gpus,
+            gpus,
             tuple(sorted(os.sched_getaffinity(0))),
             resources.job_memory(),
             resources.cpu_quota(),
-            found.fabric,
+            links,
         )
 
     async def start_workers(
@@ -160,58 +160,33 @@ class HostAgent:
     async def close_workers(self, seconds: float = CLOSE_DEADLINE_S) -> None:
         """Close the workers, by force after some seconds."""
         set_log_level("CRITICAL")
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(seconds + 0.5):
-                await asyncio.gather(
-                    *(nanny.close(timeout=seconds, reason=RUN_IS_OVER) for nanny in self.nannies),
-                    return_exceptions=True,
-                )
+        closing = [nanny.close(timeout=seconds, reason=RUN_IS_OVER) for nanny in self.nannies]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), seconds + 0.5)
 
 
-@dataclass(frozen=True)
-class ProbeResult(Record):
-    """GPUs that this process may use, and what joins them; or the probe's error."""
-
-    gpus: tuple[Gpu, ...] = ()
-    fabric: Fabric = field(default_factory=Fabric)
-    error: str = ""
+def start_probe() -> Future[Seen]:
+    """Look for GPUs in a process of its own, while this one goes on: the driver may hang."""
+    return ProcessPoolExecutor(1, CONTEXT).submit(look_for_gpus)
 
 
-class GpuProbe:
-    """Probe that runs while its owner goes on."""
-
-    def __init__(self) -> None:
-        self._answer, theirs = CONTEXT.Pipe(duplex=False)
-        self._process = CONTEXT.Process(target=_answer, args=(theirs,), name="gpu-probe")
-        self._process.start()
-        theirs.close()
-
-    def result(self) -> ProbeResult:
-        """Return what the probe saw. Raises DeviceError if it failed or does not answer in time."""
-        advice = "see whether nvidia-smi works on this node, and leave the node out if it does not"
-        try:
-            if not self._answer.poll(seconds := answer_deadline_s()):
-                text = f"the NVIDIA driver did not answer within {seconds:g} s"
-                raise DeviceError(f"{text}: {advice}")
-            found = ProbeResult.from_json(json.loads(self._answer.recv_bytes()))
-        except EOFError:
-            raise DeviceError(f"the process that looks for GPUs has died: {advice}") from None
-        finally:
-            self._process.kill()
-            self._process.join(0.5)  # one that hangs in the driver may die much later
-            self._answer.close()
-        if found.error:
-            raise DeviceError(found.error)
-        return found
-
-
-def _answer(pipe: Connection) -> None:
+def wait_for_probe(probe: Future[Seen]) -> Seen:
+    """Return what the probe saw. Raises DeviceError if it failed or does not answer in time."""
+    advice = "see whether nvidia-smi works on this node, and leave the node out if it does not"
     try:
-        gpus = visible_gpus()
-        own = {gpu.uuid for gpu in gpus}
-        found = ProbeResult(tuple(gpus), fabric.look(gpus=bool(gpus), own=own))
+        return probe.result(seconds := answer_deadline_s())
+    except TimeoutError:
+        text = f"the NVIDIA driver did not answer within {seconds:g} s"
+        raise DeviceError(f"{text}: {advice}") from None
+    except BrokenProcessPool:
+        raise DeviceError(f"the process that looks for GPUs has died: {advice}") from None
+
+
+def look_for_gpus() -> Seen:
+    try:
+        gpus = tuple(visible_gpus())
+        return gpus, fabric.look(gpus=bool(gpus), own={gpu.uuid for gpu in gpus})
     except UsageError as error:
-        found = ProbeResult(error=str(error))
+        raise DeviceError(str(error)) from None
     except Exception as error:  # NVML's, of a GPU that is broken
-        found = ProbeResult(error=f"the NVIDIA driver fails: {type(error).__name__}: {error}")
-    pipe.send_bytes(json.dumps(found.to_json()).encode())
+        raise DeviceError(f"the NVIDIA driver fails: {type(error).__name__}: {error}") from None

@@ -27,10 +27,8 @@ from .device_worker import LOOK, DeviceWorker
 from .observe import observe
 from .placement import WorkerPlacement
 
-#: Failed starts in a row after which a dead worker is given up, and seconds after the first of
-#: them; twice as long after each further one.
-RESTART_ATTEMPTS = 5
-RESTART_PAUSE_S = 1.0
+#: Seconds between the attempts to start a dead worker again, after which it is given up.
+RESTART_PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 #: Seconds that a worker's event loop, and the driver, have to answer their own node.
 ANSWER_S = 8.0
 #: Topic under which a nanny tells that it ends its worker for its memory.
@@ -128,7 +126,7 @@ class BoundNanny(Nanny):
             say(line)
             self.log_event(DIED, line)
         self._asked_to_kill = False
-        for attempt in range(1, RESTART_ATTEMPTS + 1):
+        for pause in (*RESTART_PAUSES_S, None):
             if self.status != Status.running or self.process is None:
                 return Status.failed
             if self.process.status == Status.running:  # by another call
@@ -141,13 +139,12 @@ class BoundNanny(Nanny):
                         return Status.running
                 why = f"its process {self._end_of_process() or 'did not register'}"
             except TimeoutError:  # what has hung so long is ended with the nanny
-                why, attempt = f"it took more than {self.death_timeout:g} s", RESTART_ATTEMPTS
+                why, pause = f"it took more than {self.death_timeout:g} s", None
             except Exception as error:
                 why = root_cause(error)
-            pause = RESTART_PAUSE_S * 2 ** (attempt - 1)
-            then = f"next attempt in {pause:g} s" if attempt < RESTART_ATTEMPTS else "given up"
+            then = "given up" if pause is None else f"next attempt in {pause:g} s"
             say(f"warning: worker {self.name} does not start again: {why}; {then}")
-            if attempt == RESTART_ATTEMPTS:
+            if pause is None:
                 break
             await asyncio.sleep(pause)
         self._given_up = True

@@ -17,6 +17,7 @@ from hpcdask.spec.specs import WorkerSpec
 from launching import until
 
 DEADLINE_S = 60
+PAUSES_S = (0.01, 0.02, 0.03, 0.04)
 
 
 async def nanny_of(scheduler: Scheduler, scratch: Path, preload: Path) -> BoundNanny:
@@ -41,7 +42,7 @@ def preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "    if first == 'kill': os.kill(os.getpid(), signal.SIGKILL)\n"
         "    if first == 'realtime': os.kill(os.getpid(), signal.SIGRTMIN + 2)\n"
     )
-    monkeypatch.setattr(nanny, "RESTART_PAUSE_S", 0.01)
+    monkeypatch.setattr(nanny, "RESTART_PAUSES_S", PAUSES_S)
     return file
 
 
@@ -88,7 +89,7 @@ def test_a_worker_that_fails_to_start_again_gets_another_try(tmp_path, preload, 
 
 def test_a_worker_that_never_starts_again_is_given_up(tmp_path, preload, capfd):
     async def body(scheduler: Scheduler) -> None:
-        failures = "raise\n" * (nanny.RESTART_ATTEMPTS + 3)
+        failures = "raise\n" * (len(PAUSES_S) + 4)
         one = await killed_worker(scheduler, tmp_path, preload, failures)
         async with asyncio.timeout(DEADLINE_S):
             await one.finished()
@@ -97,7 +98,7 @@ def test_a_worker_that_never_starts_again_is_given_up(tmp_path, preload, capfd):
 
     run(body)
     lines = start_of(capfd.readouterr().err)
-    assert len(lines) == 1 + nanny.RESTART_ATTEMPTS
+    assert len(lines) == 2 + len(PAUSES_S)
     assert lines[-1] == (
         "hpcdask: warning: worker a does not start again: ValueError: no luck; given up"
     )
