@@ -60,10 +60,10 @@ def note(path: str, **facts: Any) -> None:
     private.write_private(os.path.abspath(path), json.dumps(content, indent=2))
 
 
-def remove(path: str, address: str) -> None:
-    """Remove the scheduler file and its keys, unless it is another cluster's by now."""
+def remove(path: str, address: str = "") -> None:
+    """Remove the scheduler file and its keys, but not those of a cluster at another address."""
     with contextlib.suppress(SchedulerFileError):
-        if read(path)["address"] != address:
+        if address and read(path)["address"] != address:
             return
     private.remove(path)
     private.remove(f"{path}.keys")

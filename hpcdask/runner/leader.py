@@ -143,6 +143,8 @@ class Leader:
         self.wanted = WantedWorkers(self.spec, plan.placements)
         for index, placements in plan.placements.items():
             self._start_workers(index, placements, started.address)
+        if self.files.asked:  # of a run that was killed; this one may be over before it has another
+            scheduler_file.remove(self.files.asked)
         access, gpus = (started.address, self.credentials), plan.on_device
         ready, timeout = not self.program.waits, self.spec.timeout
         self.files.write(self.files.own, *access, gpus=gpus, ready=ready, timeout=timeout)

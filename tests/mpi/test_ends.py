@@ -14,7 +14,9 @@ import time
 import pytest
 
 from clock import PATIENCE
+from hpcdask.client import scheduler_file
 from hpcdask.process import SAME_SIGNAL_S, TERM_DEADLINE_S
+from hpcdask.security.credentials import create_credentials
 from running import PROGRAMS, Ended, Running, Site, under
 
 pytestmark = pytest.mark.mpi
@@ -231,6 +233,16 @@ def elsewhere(site: Site, *arguments: str) -> dict:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@under("alone")
+def test_a_short_program_removes_the_file_of_a_run_that_was_killed(site: Site):
+    """Regression: a run that was over before its workers were up left that file and its keys."""
+    file = site.folder / "cluster.json"
+    scheduler_file.write(str(file), "tls://127.0.0.1:1", create_credentials(), job=None)
+    site.run("--scheduler-file", "cluster.json", program="pass")
+    assert not list(site.folder.glob("cluster.json*"))
+    site.check_nothing_left()
 
 
 @under("alone")
