@@ -22,6 +22,7 @@ PRE_SPAWN = {
     "PYTHONHASHSEED": "6640",
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_TOP_PAD_": "1048576",
+    "SPT_NOENV": "1",  # setproctitle would write over the environment in /proc
 }
 #: Variables that make a process a rank of its launcher. Program and workers are none: MPI, which
 #: libraries may start in them, would wait for all ranks.
@@ -44,9 +45,7 @@ def for_workers(environ: Mapping[str, str], marker: str) -> dict[str, str]:
     chosen = without_rank(environ)
     if chosen.get("PYTHONHASHSEED") in ("0", "random"):
         del chosen["PYTHONHASHSEED"]
-    ours = {MARKER: marker, STARTED: repr(_BEGAN)}
-    ours["SPT_NOENV"] = "1"  # setproctitle would write over the environment in /proc
-    return {**PRE_SPAWN, **chosen, **ours}
+    return {**PRE_SPAWN, **chosen, MARKER: marker, STARTED: repr(_BEGAN)}
 
 
 def own_process() -> int:

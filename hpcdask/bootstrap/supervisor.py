@@ -48,6 +48,7 @@ class Supervisor:
         self._command = program
         self._repeated = {signal.SIGINT} if interrupts else set()
         self._program: subprocess.Popen[bytes] | None = None
+        self._code: int | None = None
         self._launcher = _open_launcher()
         self._marker = f"{os.urandom(12).hex()}.{os.getpid()}"
         # A launcher or a queue signals all of a job's processes, also before they have handlers
@@ -63,7 +64,6 @@ class Supervisor:
     def run(self, work: str, *args: Any, abort: Callable[[int], None] | None = None) -> NoReturn:
         """Start the agent, which does `work`, and end as it ends; `abort` ends the whole launch."""
         self._abort, self._aborts = abort, False
-        self._code: int | None = None
         self._line, agents_line = socket.socketpair()
         forks, agents_forks = socket.socketpair()
         given = agents_line, agents_forks, work, *args
@@ -80,7 +80,15 @@ class Supervisor:
         with contextlib.suppress(ConnectionResetError), self._line.makefile("rb") as lines:
             for line in lines:
                 self._obey(orders.read(json.loads(line)))
-        self._end()
+        self._agent.join()
+        code = self._agent.exitcode or 0 if self._code is None else self._code
+        if code < 0:
+            complain(
+                f"the process that manages the workers of {socket.gethostname()} was killed by "
+                f"{process.signal_name(-code)}. Did the node run out of memory?"
+            )
+            code = 1
+        self._leave(code)
 
     def _tell(self, message: orders.Message) -> None:
         with contextlib.suppress(OSError):  # the agent has ended
@@ -98,17 +106,6 @@ class Supervisor:
                 self.janitor.remove_at_end(path)
             case orders.Leaving(code):
                 self._code = code
-
-    def _end(self) -> NoReturn:
-        self._agent.join()
-        code = self._agent.exitcode or 0 if self._code is None else self._code
-        if code < 0:
-            complain(
-                f"the process that manages the workers of {socket.gethostname()} was killed by "
-                f"{process.signal_name(-code)}. Did the node run out of memory?"
-            )
-            code = 1
-        self._leave(code)
 
     # The program
 

@@ -11,7 +11,6 @@ from pkgutil import resolve_name
 from typing import Any
 
 from dask.typing import Key
-from distributed.comm import CommClosedError
 from distributed.core import Status
 from distributed.metrics import time
 from distributed.protocol.serialize import dask_deserialize
@@ -180,11 +179,7 @@ class DeviceWorker(PeerWorker):
         set_log_level("CRITICAL")
         if kwargs.get("reason") == RUN_IS_OVER:  # plugins close, Dask tasks are not waited for
             kwargs["executor_wait"] = False
-        try:
-            return await super().close(*args, **kwargs)
-        except CommClosedError:
-            # Its nanny ended while it was told, and distributed's worker stays half closed then
-            os._exit(1)
+        return await super().close(*args, **kwargs)
 
 
 def _import_packages(plan: MemoryPlan, exchange: str) -> None:

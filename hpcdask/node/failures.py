@@ -30,10 +30,10 @@ class Unreadable:
 def unreadable_input(worker: Worker, key: Key) -> BaseException | None:
     """Return the error of a result that a Dask task needs, and this worker could not read."""
     task = worker.state.tasks.get(key)
-    needed = task.dependencies if task is not None else ()
-    lacking = next((one.key for one in needed if one.type is Unreadable), None)
-    found: Any = None if lacking is None else worker.data[lacking]
-    return getattr(found, "error", None)
+    for one in task.dependencies if task is not None else ():
+        if one.type is Unreadable and isinstance(result := worker.data[one.key], Unreadable):
+            return result.error
+    return None
 
 
 def failed(worker: Worker, key: Key, error: BaseException, stimulus_id: str) -> ExecuteFailureEvent:

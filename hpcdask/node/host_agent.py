@@ -67,7 +67,6 @@ def run_agent(
         agent.leave(code)
 
     upstream.run_in_loop(run())
-    raise AssertionError("the agent leaves by itself")
 
 
 class HostAgent:
@@ -147,9 +146,10 @@ class HostAgent:
         """Start the workers; `failed` gets the name of each that does not start, and the reason."""
 
         async def start(one: WorkerPlacement) -> None:
-            parts = {} if self.nannies else self.parts
             try:
-                nanny = make_nanny(self.spec, one, parts, scheduler, security, self.scratch)
+                nanny = make_nanny(self.spec, one, scheduler, security, self.scratch)
+                if not self.nannies:
+                    nanny.parts = self.parts
                 self.nannies.append(nanny)
                 await nanny
             except Exception as error:

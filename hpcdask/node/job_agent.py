@@ -36,14 +36,12 @@ from .placement import NO_GPU_HERE, Inventory, WorkerPlacement, place_workers, s
 HAND_OVER_DEADLINE_S = 20.0
 #: Seconds between two attempts, while nobody could take it.
 HAND_OVER_PAUSE_S = 1.0
-#: Seconds to tell the scheduler what could not be handed over.
-LEAVE_BEHIND_DEADLINE_S = 2.0
 #: Seconds in which all that the end of one worker, or of the scheduler, brings with it is noticed.
-SETTLE_S, NOTICE_S = 1.0, 0.1
+SETTLE_S = 1.0
 #: Seconds that a scheduler which takes a connection has to say who it is, beside those to connect.
 HANDSHAKE_DEADLINE_S = 3.0
-#: Seconds in which the scheduler has to say which workers it has.
-ANSWER_DEADLINE_S = 5.0
+#: Seconds in which the scheduler has to say which workers it has, before and after.
+ANSWER_DEADLINE_S = 4.0
 FOREVER_S = 1e8
 #: Why a worker closes when nobody asked it to.
 ABNORMAL = (None, upstream.CONNECTION_BROKEN, upstream.HEARTBEAT_ERROR)
@@ -85,7 +83,7 @@ class JobAgent:
         self.access = to_security(load_credentials(asked.keys) if asked.keys else {})
         self.connection_args: dict[str, Any] = self.access.get_connection_args("worker")
         self.signalled: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.gone: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         workers.listen(self.hear)
 
     def hear(self, message: Message) -> None:
@@ -94,18 +92,16 @@ class JobAgent:
 
     async def run(self) -> int:
         """Bring the workers up, watch over them, and return the exit code."""
-        living = asyncio.create_task(self._live())
+        living: asyncio.Future[Any] = asyncio.create_task(self._live())
         living.add_done_callback(lambda task: task.cancelled() or task.exception())
-        ends: list[asyncio.Future[Any]] = [living, self.signalled, self.gone]
+        ends = living, self.signalled, self.gone
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if self.signalled.done():
             living.cancel()
             return await self._end_by_signal()
-        # the scheduler's connections break at once, and are noticed one by one
-        if living.done():
-            await asyncio.wait([self.gone], timeout=NOTICE_S)
-        else:  # not cancelled: a nanny that fails to start closes by itself
-            await asyncio.wait([living], timeout=SETTLE_S)
+        # the scheduler's connections break at once, and are noticed one by one. Not cancelled: a
+        # nanny that fails to start closes by itself
+        await asyncio.wait([living, self.gone], timeout=SETTLE_S)
         if any(nanny.reason == upstream.SCHEDULER_CLOSED for nanny in self.workers.nannies):
             return 0
         if self.gone.done():
@@ -222,10 +218,9 @@ async def connect_to_scheduler(
     address: str, timeout: float | None, connection_args: Mapping[str, Any]
 ) -> Comm:
     """Return a connection to the scheduler, or raise ClusterError; None waits for ever."""
-    # connect's own deadline leaves out the handshake, and tells why it was missed
-    deadline = timeout + HANDSHAKE_DEADLINE_S if timeout else None
     try:
-        async with asyncio.timeout(deadline):
+        # connect's own deadline leaves out the handshake, and tells why it was missed
+        async with asyncio.timeout(timeout + HANDSHAKE_DEADLINE_S if timeout else None):
             line: Comm = await connect(address, timeout=timeout or FOREVER_S, **connection_args)
             return line
     except Exception as error:  # what another program sends may be any
@@ -256,7 +251,7 @@ async def hand_over(
                         done = await scheduler.retire_workers(names=[*some], close_workers=True)
                         if len(done) < len(some):
                             await asyncio.sleep(HAND_OVER_PAUSE_S)
-            async with asyncio.timeout(LEAVE_BEHIND_DEADLINE_S):
+            async with asyncio.timeout(ANSWER_DEADLINE_S):
                 for name, at in (await left(scheduler)).items():
                     say(f"nobody took in time what {name} holds: Dask computes it again")
                     reason = f"job-ends-{name}"

@@ -42,10 +42,10 @@ class BoundNanny(Nanny):
     said. ``parts`` are the processes of its rank beside the workers.
     """
 
-    def __init__(self, scheduler: str, *, parts: Mapping[str, int], **kwargs: Any) -> None:
+    def __init__(self, scheduler: str, **kwargs: Any) -> None:
         super().__init__(scheduler, **kwargs)
         self.reason: str | None = None
-        self.parts = parts
+        self.parts: Mapping[str, int] = {}
         self.handlers[LOOK] = self.look
         self._dismissed = asyncio.Event()
         self._starting = asyncio.Lock()
@@ -170,7 +170,6 @@ class BoundNanny(Nanny):
 def make_nanny(
     spec: WorkerSpec,
     placement: WorkerPlacement,
-    parts: Mapping[str, int],
     scheduler: str,
     security: Security,
     scratch: str,
@@ -185,7 +184,6 @@ def make_nanny(
         exchange = "auto"  # what was not asked for by name may fail to start
     return BoundNanny(
         scheduler,
-        parts=parts,
         name=placement.name,
         nthreads=placement.nthreads,
         memory_limit=placement.memory_limit,

@@ -97,13 +97,12 @@ def _have_written(pid: int, state: str) -> tuple[list[ThreadView], str]:
         return [], "it does not write its stacks itself"
     if state in STOPPED:
         return [], "a stopped process cannot write its stacks"
-    start = os.stat(path).st_size
+    start = before = size = os.stat(path).st_size
     os.kill(pid, STACKS_SIGNAL)
-    deadline, size, since = time.monotonic() + WRITE_DEADLINE_S, start, time.monotonic()
-    while time.monotonic() < deadline and (size == start or time.monotonic() < since + QUIET_S):
-        time.sleep(0.02)
-        if (now := os.stat(path).st_size) != size:
-            size, since = now, time.monotonic()
+    deadline = time.monotonic() + WRITE_DEADLINE_S
+    while time.monotonic() < deadline and not start < before == size:
+        time.sleep(QUIET_S)
+        before, size = size, os.stat(path).st_size
     with open(path) as file:
         file.seek(start)
         threads = read_written(file.read())

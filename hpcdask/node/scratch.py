@@ -54,12 +54,9 @@ def scratch_folder(
         remove_stale(base)
         return private.make_owned_folder(base, owner or owner_text(), announce)
     except OSError as error:
-        source, how = _source(local_directory), "the usual one is TMPDIR"
-        if source.startswith(KEY):
-            how = "change it there; for workers, --local-directory comes before it"
         raise UsageError(
-            f"{source}: cannot write in {base}: {error.strerror}. Name a folder "
-            f"on the node's own disk that you can write ({how})"
+            f"{_source(local_directory)}: cannot write in {base}: {error.strerror}. Name a folder "
+            f"on the node's own disk that you can write"
         ) from None
 
 

@@ -23,7 +23,7 @@ PAUSES_S = (0.01, 0.02, 0.03, 0.04)
 async def nanny_of(scheduler: Scheduler, scratch: Path, preload: Path) -> BoundNanny:
     place = WorkerPlacement("a", None, (), 1, 0)
     spec = WorkerSpec(device="cpu", preload=[str(preload)], death_timeout=DEADLINE_S)
-    return make_nanny(spec, place, {}, scheduler.address, Security(), str(scratch))
+    return make_nanny(spec, place, scheduler.address, Security(), str(scratch))
 
 
 @pytest.fixture
