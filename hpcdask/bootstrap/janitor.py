@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from hpcdask import process
 from hpcdask.security import private
@@ -83,12 +84,10 @@ def marked_processes(marker: str, session: int) -> list[int]:
         try:
             if os.getsid(pid) != session:
                 continue  # jobs that the program submitted, and tmux, have sessions of their own
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                if needle not in file.read().split(b"\0"):
-                    continue
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                if b"multiprocessing.resource_tracker" in file.read():
-                    continue  # it ends after the others, and unlinks their semaphores
+            if needle not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                continue
+            if b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                continue  # it ends after the others, and unlinks their semaphores
         except OSError:
             continue
         if process.process_start(pid):  # else it is dead

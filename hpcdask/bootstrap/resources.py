@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from .ranks import mpi_launcher
 
@@ -44,21 +45,17 @@ def cpu_quota(root: str = "/") -> int | None:
 
 def _numbers(folder: str, *names: str) -> list[int]:
     """Return the numbers in files; raise ValueError where one says that there is no limit."""
-    text = ""
-    for name in names:
-        with open(f"{folder}/{name}") as file:
-            text += f"{file.read()} "
-    return [int(word) for word in text.split()]
+    texts = [Path(folder, name).read_text() for name in names]
+    return [int(word) for text in texts for word in text.split()]
 
 
 def _cgroups(controller: str, root: str) -> Iterator[tuple[str, bool]]:
     """Yield folders of this process's groups, upwards, and whether they are of version 2."""
     try:
-        with open(f"{root}proc/self/cgroup") as file:
-            groups = [line.rstrip("\n").split(":", 2) for line in file]
+        groups = Path(f"{root}proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    for _, controllers, path in groups:
+    for _, controllers, path in (line.split(":", 2) for line in groups):
         if controllers and controller not in controllers.split(","):
             continue
         base = f"{root}sys/fs/cgroup/{controller}" if controllers else f"{root}sys/fs/cgroup"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -44,12 +43,6 @@ class MessageStream:
         except (OSError, ValueError, asyncio.LimitOverrunError):
             return None
         return message if isinstance(message, dict) else None
-
-    async def flush(self) -> None:
-        """Wait until what was sent has left this process, at most a second."""
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(1.0):
-                await self._writer.drain()
 
     def close(self) -> None:
         self._writer.close()

@@ -34,8 +34,8 @@ from .placement import NO_GPU_HERE, Inventory, WorkerPlacement, place_workers, s
 
 #: Seconds to hand over what the workers hold; queueing systems often kill 30 s after SIGTERM.
 HAND_OVER_DEADLINE_S = 20.0
-#: Seconds between two attempts, while nobody could take it.
-HAND_OVER_PAUSE_S = 1.0
+#: Seconds until it is seen whether nobody could take it.
+HAND_OVER_PAUSE_S = 0.5
 #: Seconds in which all that the end of one worker, or of the scheduler, brings with it is noticed.
 SETTLE_S = 1.0
 #: Seconds that a scheduler which takes a connection has to say who it is, beside those to connect.
@@ -248,9 +248,8 @@ async def hand_over(
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HAND_OVER_DEADLINE_S):
                     while some := await left(scheduler):  # a replacement may come and take it
-                        done = await scheduler.retire_workers(names=[*some], close_workers=True)
-                        if len(done) < len(some):
-                            await asyncio.sleep(HAND_OVER_PAUSE_S)
+                        await scheduler.retire_workers(names=[*some], close_workers=True)
+                        await asyncio.sleep(HAND_OVER_PAUSE_S)
             async with asyncio.timeout(ANSWER_DEADLINE_S):
                 for name, at in (await left(scheduler)).items():
                     say(f"nobody took in time what {name} holds: Dask computes it again")

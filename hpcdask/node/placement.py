@@ -30,7 +30,8 @@ def place_workers(
 ) -> list[WorkerPlacement]:
     """Return the workers that have the `given` devices, by name, of all `devices` of their node.
 
-    Those on the CPU share the threads that the others leave; `beside_gpus` they exchange over tcp.
+    A worker on a GPU has the cores near it, or else all. Those on the CPU share the threads that
+    the others leave; `beside_gpus` they exchange over tcp.
     """
     cores, on_gpus = owned_cores(sharers), Counter(gpu.uuid for gpu in devices if gpu)
     cpus = min([len(cores), *(one.quota for one in sharers if one.quota)])
@@ -41,7 +42,7 @@ def place_workers(
         WorkerPlacement(
             name=name,
             gpu=gpu,
-            cores=tuple(worker_cores(cores, gpu)),
+            cores=tuple(core for core in cores if gpu and core in gpu.cores) or tuple(cores),
             nthreads=spec.nthreads or (1 if gpu else share),
             memory_limit=memory if spec.memory_limit is None else spec.memory_limit,
             protocol=choice.protocol if gpu or not beside_gpus else "tcp",
@@ -62,12 +63,6 @@ def slow_parts(spec: WorkerSpec, choice: Choice, *, on_device: bool) -> list[str
 def owned_cores(inventories: Sequence[Inventory]) -> list[int]:
     """Return the cores that the ranks of one node have together."""
     return sorted({core for one in inventories for core in one.cores})
-
-
-def worker_cores(owned: Sequence[int], gpu: Gpu | None) -> list[int]:
-    """Return the job's cores that are near a worker's GPU, or else all."""
-    near = sorted(set(owned) & set(gpu.cores)) if gpu else []
-    return near or sorted(owned)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,6 @@ async def _main(sock: socket.socket, options: dict[str, Any]) -> None:
         advice = "See Dask's configuration (distributed.scheduler) and hpcdask doctor"
         text = f"the scheduler did not start: {what}. {advice} on {socket.gethostname()}"
         channel.send(link.SchedulerStarted(error=text))
-        await channel.flush()
         return
     server: Any = scheduler.http_server
     local = server.address == link.LOOPBACK
@@ -100,7 +99,6 @@ async def _main(sock: socket.socket, options: dict[str, Any]) -> None:
     told.cancel()
     channel.send(link.GpuUsageTold(usage_lines(scheduler)))
     channel.send(link.SchedulerClosed())
-    await channel.flush()
 
 
 async def _obey(scheduler: Scheduler, channel: MessageStream) -> None:

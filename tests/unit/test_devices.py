@@ -18,11 +18,12 @@ import pytest
 
 from hpcdask.bootstrap.ranks import Rank
 from hpcdask.bootstrap.resources import cpu_quota, job_memory
+from hpcdask.comm.transport import Choice
 from hpcdask.errors import DeviceError, MissingExtra, UsageError
 from hpcdask.gpu import context, driver
 from hpcdask.gpu import nvml as nvml_module
 from hpcdask.gpu.devices import Gpu, visible_gpus
-from hpcdask.node.placement import Inventory, WorkerPlacement, worker_cores
+from hpcdask.node.placement import Inventory, WorkerPlacement, place_workers
 from hpcdask.node.scratch import scratch_folder
 from hpcdask.runner.plan import assign_devices, make_plan
 from hpcdask.spec.specs import RunSpec
@@ -238,7 +239,10 @@ def test_no_gpu(monkeypatch, device, environ, words):
 )
 def test_worker_cores(owned, near, expected):
     gpu = None if near is None else Gpu("GPU-0", "Fake", 1, near)
-    assert worker_cores(owned, gpu) == expected
+    view = Inventory(0, "n1", 0, (gpu,) if gpu else (), tuple(owned), 1 << 30)
+    spec, choice = RunSpec(), Choice("tcp", "")
+    (place,) = place_workers(spec, {"a": gpu}, [view], [gpu], choice, None)
+    assert list(place.cores) == expected
 
 
 MIB = 1 << 20
