@@ -21,10 +21,11 @@ from hpcdask.logs import complain, say
 from hpcdask.node.preload import variables
 from hpcdask.process import leave
 from hpcdask.runner import mpi
-from hpcdask.runner.options import RunRequest, parse
+from hpcdask.runner.options import parse
 
 
 def main() -> NoReturn:
+    """Be a rank of a run from its start to its end; the agent leads or follows."""
     rank = ranks.detect()
     first = rank is None or rank.index == 0
     try:  # --help is for one of them to print
@@ -37,11 +38,6 @@ def main() -> NoReturn:
         if rank is not None and rank.launcher == "hydra":
             mpi.abort_launch(rank, error.exit_code)  # another may be late, or never come
         sys.exit(error.exit_code)
-    launch(request, rank, first=first)
-
-
-def launch(request: RunRequest, rank: ranks.Rank | None, *, first: bool) -> NoReturn:
-    """Be a rank of the run from here to its end; the agent leads or follows."""
     resources.widen(resources.launcher_cores())  # a launcher may pin each rank to one
     program = request.program
     if program is not None:

@@ -73,7 +73,7 @@ class Leader:
         self.link = Link(self.rank, self.events)
         self.wanted = WantedWorkers(self.spec)
         self.scheduler = SchedulerProcess(self.events)
-        self.links: dict[str, list[LinkTest]] | None = {}
+        self.links: dict[str, list[LinkTest]] = {}
         self.program = UserProgram(agent, self.events, request.program is not None, attached)
         script = request.program.name if request.program else ""
         self.files = RunFiles(agent, self.spec.scheduler_file, script)
@@ -303,13 +303,11 @@ class Leader:
 
     def _note_links(self, found: dict[str, Any]) -> None:
         """Note a worker's first exchanges; once all that are wanted have, say how they went."""
-        if self.links is None:
+        if found["name"] in self.links:  # it was restarted
             return
         self.links[found["name"]] = [LinkTest(**link) for link in found["links"]]
-        if not self.wanted.names <= self.links.keys():
-            return
-        tests, self.links = [one for links in self.links.values() for one in links], None
-        if tests:
+        tests = [one for links in self.links.values() for one in links]
+        if tests and self.wanted.names <= self.links.keys():
             line, warnings = evaluate(tests)
             say(f"warm in {seconds_since_start():.2f} s: {line}")
             for warning in warnings:

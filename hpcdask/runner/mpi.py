@@ -9,7 +9,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -112,9 +111,6 @@ def _plugin_hint(rank: Rank | None) -> str:
 def abort_launch(rank: Rank, code: int) -> None:
     """End a launch in which some rank never came: MPICH's launcher and srun would wait for it."""
     if rank.launcher == "hydra" and "PMI_FD" in os.environ:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # closed
-                stream.flush()
         time.sleep(READ_S)  # the launcher drops what it has not read by then
         with contextlib.suppress(OSError, ValueError):  # PMI-1's abort
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pkgutil
 import stat
 import sys
 from collections.abc import Sequence
@@ -66,14 +67,11 @@ def command() -> click.Command:
 def parse(argv: Sequence[str]) -> RunRequest:
     """Read the command line. Raises UsageError, and SystemExit after ``--help``."""
     values = read(command(), argv)
-    target, module, attached = (
-        values.pop("program"),
-        values.pop("module"),
-        values.pop("attached", None),
-    )
-    if module and not target:
+    words, module = values.pop("program"), values.pop("module")
+    attached = values.pop("attached", None)
+    if module and not words:
         raise UsageError("-m needs the name of a module, such as -m hpcdask.bench")
-    program = Program(target[0], list(target[1:]), module) if target else None
+    program = Program(words[0], list(words[1:]), module) if words else None
     return RunRequest(RunSpec(**values), program, attached)
 
 
@@ -119,15 +117,12 @@ class Program:
 
     def set_path(self) -> None:
         """Put first in sys.path what plain Python would: workers need it, too."""
-        import zipfile
-
-        target = self.target
         if self.is_module:
             folder = os.getcwd()
-        elif os.path.isdir(target) or (os.path.isfile(target) and zipfile.is_zipfile(target)):
-            folder = os.path.join(os.getcwd(), target)
-        else:  # a script, which may be a pipe
-            folder = os.path.dirname(os.path.realpath(target))
+        elif pkgutil.get_importer(self.target):  # a folder or a zip
+            folder = os.path.join(os.getcwd(), self.target)
+        else:
+            folder = os.path.dirname(os.path.realpath(self.target))
         if not wants_folders() or folder in (*sys.path[:1], *sys.path[-1:]):
             return
         if self.is_module and os.stat(folder).st_mode & stat.S_IWOTH:

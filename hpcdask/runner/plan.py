@@ -140,7 +140,7 @@ class Plan:
             network = f"ucx between workers, {network} to the scheduler"
         if spec.protocol == "auto" and self.on_device:
             network += f" ({self.choice.reason})"
-        count = plural(max(registered, len(self.workers)), "worker")
+        count = plural(len(self.workers), "worker")
         missing = f"{registered} of " * (registered < len(self.workers))
         return f"{missing}{count} on {plural(len(self.hosts), 'node')} ({what}), {network}"
 

@@ -71,20 +71,19 @@ class RunFiles:
     def __init__(self, agent: HostAgent, asked: str | None, script: str) -> None:
         self.own = os.path.join(agent.scratch, "scheduler.json")
         self.asked = os.path.abspath(asked) if asked else ""
-        self._agent, self._script, self._program = agent, script, os.path.basename(script)
+        self._agent = agent
+        self._facts = {"program": os.path.basename(script), "script": script}
+        self._facts |= {"owner": owner_text(), "queue": system_of_job() or ""}
         self._address = ""
-        self._paths: list[str] = []
-        self._nannies: Mapping[str, str] | None = None
+        self._nannies: dict[str, str] = {}
 
     def write(self, path: str, address: str, credentials: Credentials, **facts: Any) -> None:
         """Write `own`, by which the program waits until the run is ready, or `asked`."""
-        self._address = address
-        self._paths.append(path)
-        facts |= {"program": self._program, "script": self._script, "started": time.time()}
-        facts |= {"owner": owner_text(), "queue": system_of_job() or ""}
         if path == self.asked:
+            self._address = address
             self._agent.clean(path)
             self._agent.clean(f"{path}.keys")
+        facts |= {**self._facts, "started": time.time()}
         scheduler_file.write(path, address, credentials, job=job_id(), **facts)
 
     def publish(self, nannies: Mapping[str, str]) -> None:
@@ -102,12 +101,12 @@ class RunFiles:
 
     def note(self, nannies: Mapping[str, str]) -> None:
         """Note the nannies of all workers by the workers' names."""
-        for path in self._paths if nannies != self._nannies else ():
+        for path in filter(None, (self.own, self.asked)) if nannies != self._nannies else ():
             with contextlib.suppress(OSError, SchedulerFileError):  # somebody has removed it
                 scheduler_file.note(path, doors=nannies, parts=self._agent.parts)
         self._nannies = dict(nannies)
 
     def remove(self) -> None:
         """Remove what lies outside of the rank's folder."""
-        if self.asked in self._paths:
+        if self._address:
             scheduler_file.remove(self.asked, self._address)

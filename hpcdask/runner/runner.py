@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Unpack, get_type_hints
 
 from distributed import Security, default_client
@@ -95,8 +95,9 @@ class Runner:
             )
 
         if rank.index != 0:
-            with _deaf_to_interrupts():  # Ctrl-C is for the program, in rank 0
-                self._code = _exit_code(start())
+            with contextlib.suppress(ValueError):  # Python lets no other thread than the main one
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the program, in rank 0
+            self._code = _exit_code(start())
             return False
         self._line, theirs = socket.socketpair()
         with theirs:
@@ -126,11 +127,10 @@ class Runner:
         forget_client()
         atexit.unregister(self._close_at_exit)
         try:
-            asyncio.get_running_loop()
+            return asyncio.get_running_loop().run_in_executor(None, _end, self._process)
         except RuntimeError:
-            _end(self._process, CLOSE_DEADLINE_S)
+            _end(self._process)
             return NoOpAwaitable()
-        return asyncio.ensure_future(asyncio.to_thread(_end, self._process, CLOSE_DEADLINE_S))
 
     def _forget(self) -> None:
         """Close the line, also in a fork of the program, whose end is not the program's."""
@@ -153,11 +153,8 @@ class Runner:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __await__(self) -> Any:
-        async def ready() -> Runner:
-            return self
-
-        return ready().__await__()
+    def __await__(self) -> Any:  # a client that it was given to does
+        return NoOpAwaitable().__await__()
 
 
 _FIELDS = keywords_of(RunSpec)
@@ -178,25 +175,12 @@ def _exit_code(process: subprocess.Popen[bytes]) -> int:
     return 128 - code
 
 
-def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     try:
-        process.wait(seconds)
+        process.wait(CLOSE_DEADLINE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-@contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Ignore SIGINT, here and in processes that are started inside of the block."""
-    before = signal.getsignal(signal.SIGINT)
-    with contextlib.suppress(ValueError):  # Python lets no other thread than the main one
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
 
 
 def initialize(
