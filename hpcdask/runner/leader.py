@@ -23,7 +23,7 @@ from hpcdask.comm.warmup import LinkTest, evaluate
 from hpcdask.errors import ClusterError, HpcdaskError, LaunchError, UsageError
 from hpcdask.logs import complain, plural, say
 from hpcdask.node.host_agent import CLOSE_DEADLINE_S, HURRIED_S, HostAgent
-from hpcdask.node.placement import Inventory, WorkerPlacement
+from hpcdask.node.placement import Inventory
 from hpcdask.process import TERM_DEADLINE_S, process_status, seconds_since_start
 from hpcdask.queues.registry import job_id
 from hpcdask.security.credentials import Credentials, create_credentials, to_security
@@ -59,10 +59,7 @@ class Leader:
     """
 
     def __init__(
-        self,
-        agent: HostAgent,
-        request: RunRequest,
-        attached: socket.socket | None,
+        self, agent: HostAgent, request: RunRequest, attached: socket.socket | None
     ) -> None:
         self.agent, self.spec, self.rank = agent, request.spec, agent.rank
         self.rendezvous = Rendezvous(self.rank)
@@ -141,13 +138,16 @@ class Leader:
         )
         started = self.scheduler.started
         self.wanted = WantedWorkers(self.spec, plan.placements)
+        own, access = plan.placements[0], to_security(self.credentials)
+        work = self.agent.start_workers(own, started.address, access, self._note_failure)
+        self._own_workers = asyncio.create_task(work)
         for index, placements in plan.placements.items():
-            self._start_workers(index, placements, started.address)
+            self.link.send(index, link.StartWorkers(started.address, placements))
         if self.files.asked:  # of a run that was killed; this one may be over before it has another
             scheduler_file.remove(self.files.asked)
-        access, gpus = (started.address, self.credentials), plan.on_device
+        cluster, gpus = (started.address, self.credentials), plan.on_device
         ready, timeout = not self.program.waits, self.spec.timeout
-        self.files.write(self.files.own, *access, gpus=gpus, ready=ready, timeout=timeout)
+        self.files.write(self.files.own, *cluster, gpus=gpus, ready=ready, timeout=timeout)
         self.program.start(started.address, self.files.own, on_gpus=gpus)
         registered = self.scheduler.registered
         await self._until(
@@ -155,7 +155,7 @@ class Leader:
         )
         if self.files.asked:  # another run may have taken it meanwhile
             await asyncio.to_thread(scheduler_file.check_writable, self.files.asked)
-            self.files.write(self.files.asked, *access, gpus=gpus)
+            self.files.write(self.files.asked, *cluster, gpus=gpus)
         if self.program.attached and (status := process_status(own_process())):
             self._handle(orders.ProgramStarted(int(status[2])))
         self.files.publish(self.scheduler.nannies)
@@ -211,18 +211,8 @@ class Leader:
             self.rendezvous.close()
         return self.link.inventories()
 
-    def _start_workers(self, rank: int, placements: list[WorkerPlacement], scheduler: str) -> None:
-        if rank:
-            self.link.send(rank, link.StartWorkers(scheduler, placements))
-            return
-
-        def failed(name: str, text: str) -> None:
-            self.events.put_nowait(Loss.of_worker(self.rank, name, text))
-
-        work = self.agent.start_workers(
-            placements, scheduler, to_security(self.credentials), failed
-        )
-        self.own_workers = asyncio.create_task(work)
+    def _note_failure(self, worker: str, error: str) -> None:
+        self.events.put_nowait(Loss.of_worker(self.rank, worker, error))
 
     # Events
 

@@ -67,12 +67,12 @@ class RankReport(Message):
     def of(cls, agent: HostAgent, problem: HpcdaskError | None = None) -> RankReport:
         """Look at an agent's node, unless there is a problem already."""
         who = agent.rank.index, agent.host, own_process()
-        try:
-            if problem is not None:
-                raise problem
-            return cls(*who, inventory=agent.look())
-        except HpcdaskError as error:
-            return cls(*who, error=str(error))
+        if problem is None:
+            try:
+                return cls(*who, inventory=agent.look())
+            except HpcdaskError as error:
+                problem = error
+        return cls(*who, error=str(problem))
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class Link:
         return found
 
     def send(self, index: int, message: Message) -> None:
-        """Send a message to a rank, if it is there."""
+        """Send a message to another rank that is there."""
         if index in self._channels:
             self._channels[index].send(message)
 

@@ -158,8 +158,7 @@ class Runner:
 
 
 _FIELDS = keywords_of(RunSpec)
-_SIGNATURE = spell_out(Runner.__init__, _FIELDS)
-Runner.__init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+Runner.__init__.__signature__ = spell_out(Runner.__init__, _FIELDS)  # type: ignore[attr-defined]
 Runner.__doc__ = describe(Runner.__doc__ or "", _FIELDS)
 
 
