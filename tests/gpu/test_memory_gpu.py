@@ -139,7 +139,6 @@ POOL, OWN, ASYNC = (f"{kind}MemoryResource" for kind in ("Pool", "Cuda", "CudaAs
 @pytest.mark.parametrize(
     ("options", "kind", "fraction"),
     [
-        ([], POOL, 0.5),
         (["--rmm-pool-size", "0.25"], POOL, 0.25),
         (["--rmm-pool-size", "0"], OWN, None),
         (["--rmm-async", "--protocol", "tcp"], ASYNC, None),
