@@ -11,9 +11,6 @@ from typing import Any
 
 logger = logging.getLogger("distributed.hpcdask.nearby")
 
-#: Bytes of a handle by which another process opens an allocation.
-HANDLE_NBYTES = 64
-
 _taken = False
 
 

@@ -123,7 +123,7 @@ class NearbyComm(tcp.TCP):
         """Send a message; returns its bytes."""
         frames, handle, memory = await self._to_frames(msg, serializers, on_error)
         table, inline, sent = [], [], []
-        lent = [memory] if memory else []
+        lent = [] if memory is None else [memory]
         for frame in frames:
             address = 0
             if is_on_device(frame):
@@ -197,7 +197,7 @@ class NearbyComm(tcp.TCP):
             else:
                 frames.append(await tcp.read_bytes_rw(stream, size))
         if any(address for _, address in table):
-            frames = await offload(self._copy, table, frames, bytes(body[at:]))
+            await offload(self._copy, table, frames, bytes(body[at:]))
             if _hung_up(stream):  # and its memory may have been used for something else
                 raise StreamClosedError
             stream.write(COPIED)
@@ -210,18 +210,15 @@ class NearbyComm(tcp.TCP):
             await offload(self._lent.popleft().clear)  # the driver takes its time
         return count, size
 
-    def _copy(
-        self, table: Sequence[tuple[int, int]], frames: Sequence[Any], handle: bytes
-    ) -> list[Any]:
+    def _copy(self, table: Sequence[tuple[int, int]], frames: list[Any], handle: bytes) -> None:
+        """Put in the buffers that are to be copied."""
         sizes = [size for size, address in table if address == ON_DEVICE]
-        on_device = iter(device_memory.copy(handle, sizes) if sizes else ())
-        made = []
-        for (size, address), frame in zip(table, frames, strict=True):
+        arrays = device_memory.copy(handle, sizes) if sizes else []
+        for place, (size, address) in enumerate(table):
             if address == ON_DEVICE:
-                made.append(next(on_device))
-            else:
-                made.append(read_memory(self._pid, address, size) if address else frame)
-        return made
+                frames[place] = arrays.pop(0)
+            elif address:
+                frames[place] = read_memory(self._pid, address, size)
 
     def _open(self) -> IOStream:
         if self.stream is None:
