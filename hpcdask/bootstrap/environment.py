@@ -32,7 +32,6 @@ OF_A_RANK = re.compile(
 )
 #: Set for the fork server only, whose preload removes it again.
 SAFE_PATH = "PYTHONSAFEPATH"
-PATH = "PYTHONPATH"
 
 
 def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
@@ -42,10 +41,7 @@ def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
 
 def for_workers(environ: Mapping[str, str], marker: str) -> dict[str, str]:
     """Return the environment of the fork server; variables that the user set stay."""
-    chosen = without_rank(environ)
-    if chosen.get("PYTHONHASHSEED") in ("0", "random"):
-        del chosen["PYTHONHASHSEED"]
-    return {**PRE_SPAWN, **chosen, MARKER: marker, STARTED: repr(_BEGAN)}
+    return {**PRE_SPAWN, **without_rank(environ), MARKER: marker, STARTED: repr(_BEGAN)}
 
 
 def own_process() -> int:
@@ -79,12 +75,12 @@ def open_folder_warning() -> str:
     """Return a warning if workers import nothing from the current folder, since all may write."""
     folder = os.getcwd()
     mode = os.stat(folder).st_mode
-    named = folder in os.environ.get(PATH, "").split(":")
+    named = folder in os.environ.get("PYTHONPATH", "").split(":")
     if named or not wants_folders() or not mode & stat.S_IWOTH:
         return ""
     return (
         f"warning: workers import no modules from {folder}, where every user may put some (mode "
-        f"{stat.S_IMODE(mode):o}): chmod o-w {shlex.quote(folder)}, or name it in {PATH}"
+        f"{stat.S_IMODE(mode):o}): chmod o-w {shlex.quote(folder)}, or name it in PYTHONPATH"
     )
 
 

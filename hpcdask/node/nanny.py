@@ -19,6 +19,7 @@ from distributed.utils import get_ip
 from hpcdask.comm.ucx_config import environment, ucx_environment
 from hpcdask.errors import ClusterError, root_cause
 from hpcdask.gpu import memory
+from hpcdask.gpu.samples import read_gpu
 from hpcdask.logs import DIED, say
 from hpcdask.process import signal_name
 from hpcdask.spec.specs import WorkerSpec
@@ -67,8 +68,6 @@ class BoundNanny(Nanny):
         )
         gpu: dict[str, Any] = {}
         if uuid := self.env.get("CUDA_VISIBLE_DEVICES"):
-            from hpcdask.gpu.samples import read_gpu
-
             with contextlib.suppress(Exception):  # a driver that hangs or fails hides nothing else
                 async with asyncio.timeout(ANSWER_S):
                     sample = await asyncio.to_thread(read_gpu, uuid)

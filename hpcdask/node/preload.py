@@ -59,7 +59,6 @@ def preload(wanted: Collection[str]) -> None:
     threads = os.environ.setdefault("OMP_NUM_THREADS", "1")  # packages may load NumPy
     for name in OWN_THREADS:
         os.environ.setdefault(name, threads)
-    gc.disable()
     if "ucx" in wanted:
         from hpcdask.comm import ucx_config
 
@@ -71,7 +70,6 @@ def preload(wanted: Collection[str]) -> None:
         dask.config.set({TIMEOUT: SILENCE})
     mark("distributed imported")
     gc.freeze()
-    gc.enable()
 
 
 if WANTED in os.environ:
