@@ -122,7 +122,7 @@ def _nothing_to_join(seats: Sequence[NodeLinks], *, alone: bool) -> str:
     if blind:
         return f"not every worker has a GPU: none on {some(blind)}"
     if sum(len(seat.gpus) for seat in seats) == 1 and not alone:
-        return "a single worker has no other to exchange data with"
+        return "a single GPU has no other to exchange data with"
     return ""
 
 

@@ -110,10 +110,9 @@ class Leader:
         except HpcdaskError as error:
             complain(error)
             code = error.exit_code
-        complete = self.link.complete
-        await self._take_down(code, seconds)
-        if not complete:
+        if not self.link.complete:
             self.agent.tell(orders.AbortLaunch())
+        await self._take_down(code, seconds)
         return code
 
     # Starting

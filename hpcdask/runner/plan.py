@@ -187,8 +187,6 @@ def make_plan(
     interfaces = choose_interface(spec, nodes)
     on_gpus = [node for node in nodes if node.gpus]
     choice = choose(spec, on_gpus or nodes)
-    if planned > 1 and sum(len(node.gpus) for node in on_gpus) == 1 and spec.protocol == "auto":
-        choice = dataclasses.replace(choice, reason="only one worker has a GPU")
     slow = slow_parts(spec, choice, on_device=bool(on_gpus))
     lines = [_fallback(spec, ranks), *(f"warning: {one}" for one in slow)]
     placements: dict[int, list[WorkerPlacement]] = {}

@@ -106,7 +106,6 @@ async def _obey(scheduler: Scheduler, channel: MessageStream) -> None:
         set_log_level("CRITICAL")
         await monitor_of(scheduler).refresh()
         channel.send(link.GpuUsageTold(usage_lines(scheduler)))
-    set_log_level("CRITICAL")
     await scheduler.close(reason="the run is over")
 
 

@@ -95,7 +95,7 @@ RC = tls("rc,tcp", SYSTEM)
         (AUTO, seats(ports=[IB]), "ucx", "NVLink joins the 8 GPUs of a", []),
         (AUTO, seats(links="bridges"), "ucx", "NVLink joins the 8 GPUs of a", []),
         (AUTO, seats(links="none"), "tcp", "NVLink does not join the GPUs of a", []),
-        (AUTO, seats(count=1), "tcp", "a single worker", []),
+        (AUTO, seats(count=1), "tcp", "a single GPU", []),
         (AUTO, seats(count=1) * 2, "tcp", "one GPU only on a", []),
         (AUTO, cpu(), "tcp", "workers compute on the CPU", []),
         (AUTO, [*seats(), *cpu(1, host="b")], "tcp", "not every worker has a GPU: none on b", []),
