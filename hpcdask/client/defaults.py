@@ -16,8 +16,6 @@ from typing import Any
 
 import dask.config
 
-from hpcdask.upstream import distributed
-
 #: Dask's key of the preloads of clients, and ours.
 PRELOADS, PRELOAD = "distributed.client.preload", "hpcdask.client.preload"
 ON_DEVICE = {"array.chunk-size": "512MiB", "array.rechunk.method": "tasks"}
@@ -72,11 +70,6 @@ def _unless_configured() -> dict[str, str]:
 def _default(name: str) -> Any:
     """Return the value of a key that Dask and its packages have by default."""
     return dask.config.get(name, None, config=dask.config.merge(*dask.config.defaults))
-
-
-def send_at_once(stream: Any) -> None:
-    """Send each message of a stream of distributed's without waiting for others."""
-    distributed.set_interval(stream, 0.0)
 
 
 def prompt_clients() -> dict[str, list[str]]:

@@ -20,9 +20,7 @@ from hpcdask.logs import say
 from hpcdask.process import owner_text
 from hpcdask.security.device_memory import take_arrays
 from hpcdask.security.nearby import NearbyComm, NearbySecurity
-from hpcdask.upstream.distributed import prepare_graphs
-
-from .defaults import send_at_once
+from hpcdask.upstream.distributed import prepare_graphs, send_at_once
 
 #: Seconds in which a worker has to answer, and between two looks for the first one.
 ANSWER_S, LOOK_S = 3.0, 1.0

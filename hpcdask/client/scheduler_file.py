@@ -10,11 +10,7 @@ from typing import Any
 
 from hpcdask.errors import SchedulerFileError
 from hpcdask.security import private
-from hpcdask.security.credentials import (
-    Credentials,
-    client_only,
-    save_credentials,
-)
+from hpcdask.security.credentials import Credentials, client_only, save_credentials
 
 #: Environment variable that names the scheduler file, for plain `Client()`.
 VARIABLE = "HPCDASK_SCHEDULER_FILE"

@@ -14,7 +14,6 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import TaskState, WorkerState
 
-from hpcdask.client.defaults import send_at_once
 from hpcdask.errors import ClusterError, HpcdaskError, NoAnswer, NotHere, QueueError, Refused
 from hpcdask.jobs.detached import scheduler_job
 from hpcdask.jobs.folder import ClusterFolder
@@ -23,6 +22,7 @@ from hpcdask.logs import DIED, say
 from hpcdask.queues.base import Queue
 from hpcdask.queues.job_state import JobState
 from hpcdask.spec.names import group_id, job_of_worker
+from hpcdask.upstream.distributed import send_at_once
 
 from . import display, retire
 from .job import Actions, Answer, Job, Policy, ends_at, margin_s, observe, plan, went_wrong

@@ -52,10 +52,9 @@ WORKING = (Status.running, Status.paused)
 
 @dataclass
 class Route:
-    """Way over ucx to one worker: where it listens, once asked, and attempts that failed."""
+    """Way over ucx to one worker: where it listens, None until asked, and failed attempts."""
 
-    contact: str = ""
-    asked: bool = False
+    contact: str | None = None
     failures: int = 0
     retry_at: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -68,7 +67,7 @@ class Route:
         """Note a failed attempt; attempts side by side are one."""
         if (now := time.monotonic()) < self.retry_at:
             return
-        self.failures, self.retry_at, self.asked = self.failures + 1, now + PAUSE_S, False
+        self.failures, self.retry_at, self.contact = self.failures + 1, now + PAUSE_S, None
         if self.failures == ATTEMPTS:
             reason = f"no ucx to {addr} in {ATTEMPTS} attempts: {root_cause(error)}"
             text = "%s. Data fetched there comes over tcp from now on, which is slower"
@@ -90,7 +89,7 @@ class PeerPool(ConnectionPool):
             return await super()._connect(addr, timeout)
         route = self.routes.setdefault(addr, Route())
         async with route.lock:
-            if route.may_be_tried() and not route.asked:
+            if route.may_be_tried() and route.contact is None:
                 await self._ask(addr, route, timeout)
         if (contact := route.contact) and route.may_be_tried():
             try:
@@ -116,12 +115,11 @@ class PeerPool(ConnectionPool):
             return
         finally:
             self.reuse(addr, comm)
-        route.asked, route.contact = True, ""
-        if answer is not None:
+        route.contact = answer["address"] if answer else ""
+        if answer:
             from . import ucx
 
-            route.contact = answer["address"]
-            ucx.known_secrets[route.contact] = answer["secret"]
+            ucx.known_secrets[answer["address"]] = answer["secret"]
 
     def reuse(self, addr: str, comm: Comm) -> None:
         """Keep a connection for the next transfer, unless that should try ucx again."""

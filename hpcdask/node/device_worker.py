@@ -21,7 +21,6 @@ from distributed.worker_state_machine import (
 )
 
 from hpcdask.bootstrap import resources
-from hpcdask.client.defaults import send_at_once
 from hpcdask.comm.peers import UCX, WORKING, PeerWorker, load
 from hpcdask.errors import HpcdaskError
 from hpcdask.gpu import context, memory, oom
@@ -87,7 +86,7 @@ class DeviceWorker(PeerWorker):
         if bind_gpu is not None:
             report_gpu(self, bind_gpu)
         self.handlers[LOOK] = self._tell_work
-        send_at_once(self.batched_stream)
+        upstream.send_at_once(self.batched_stream)
 
     def _tell_work(self) -> dict[str, Any]:
         """Return what the worker runs, and since when, for those who look from outside."""

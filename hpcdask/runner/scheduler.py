@@ -17,14 +17,13 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from hpcdask.bootstrap.orders import Message
 from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.bootstrap.supervisor import CONTEXT
-from hpcdask.client.defaults import send_at_once
 from hpcdask.comm.warmup import TOPIC
 from hpcdask.gpu.monitor import GpuMonitor, monitor_of, usage_lines
 from hpcdask.logs import say, set_log_level
 from hpcdask.process import make_observable
 from hpcdask.security import ports, webserver
 from hpcdask.security.credentials import Credentials, to_security
-from hpcdask.upstream.distributed import cull_by_layer, run_in_loop
+from hpcdask.upstream.distributed import cull_by_layer, run_in_loop, send_at_once
 
 from . import link
 from .link import Events, Loss, WorkersChanged, WorkerWarm

@@ -40,10 +40,10 @@ def run_in_loop(work: Coroutine[Any, Any, Result]) -> Result:
     return result
 
 
-def set_interval(stream: Any, seconds: float) -> None:
-    """Set the seconds between two messages; no configuration has them."""
+def send_at_once(stream: Any) -> None:
+    """Send each message of a stream without waiting for others; no configuration has this."""
     require(SEEN, stream, "interval")
-    stream.interval = seconds
+    stream.interval = 0.0
 
 
 def prepare_graphs(

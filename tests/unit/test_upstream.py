@@ -101,7 +101,7 @@ async def test_what_is_set_on_live_servers_is_there():
     ):
         to_worker = scheduler.stream_comms[worker.address]
         for stream in (to_worker, worker.batched_stream, client.scheduler_comm):
-            distributed.set_interval(stream, 0.0)
+            distributed.send_at_once(stream)
         distributed.set_message_limit(worker, 2**30)
         assert worker.state.transfer_message_bytes_limit == 2**30
 
@@ -109,7 +109,7 @@ async def test_what_is_set_on_live_servers_is_there():
 @pytest.mark.parametrize(
     "use",
     [
-        lambda there: distributed.set_interval(there, 0.0),
+        distributed.send_at_once,
         lambda there: distributed.set_message_limit(there, 1),
         parts.prologue,
         lambda there: parts.results_on_device(SimpleNamespace(device_buffer=there)),
