@@ -195,7 +195,7 @@ class StandInRank:
         rank, cores = self.rank, tuple(range(CORES))
         seen = Inventory(rank.index, rank.host, rank.local_index, (), cores, MEMORY)
         self._stream.send(RankReport(rank.index, rank.host, 2**22 + rank.index, "", seen))
-        order = read(await self._stream.receive() or EndRun(1, 0.0).to_json())
+        order = read(await self._stream.receive() or EndRun(0.0).to_json())
         if not isinstance(order, StartWorkers):
             raise TypeError(f"rank {rank.index} was told {order}")
         (placement,) = order.placements

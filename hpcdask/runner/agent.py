@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import signal
 import socket
 
@@ -23,7 +22,7 @@ from .options import RunRequest
 
 async def take_part(agent: HostAgent, request: RunRequest, attached: socket.socket | None) -> int:
     """Lead the run in rank 0, follow it in the others; return this rank's exit code."""
-    request = dataclasses.replace(request, spec=request.spec.configured())
+    request.spec = request.spec.configured()
     problem: HpcdaskError | None = None
     try:
         agent.prepare()
@@ -71,9 +70,9 @@ async def _follow(agent: HostAgent, timeout: float, problem: HpcdaskError | None
             case link.StartWorkers(scheduler, placements):
                 started = agent.start_workers(placements, scheduler, security, failed)
                 work.append(asyncio.create_task(started))
-            case link.EndRun(code, seconds):
+            case link.EndRun(seconds):
                 await agent.close_workers(seconds)
-                return code
+                return 0
     if agent.rank.index == 1:
         complain(
             f"rank 0 on {info.host} is gone: its host failed or it was killed. See what it "

@@ -20,7 +20,7 @@ from hpcdask.client import scheduler_file
 from hpcdask.comm.fabric import only_address, unreachable
 from hpcdask.comm.transport import AUTO
 from hpcdask.comm.warmup import LinkTest, evaluate
-from hpcdask.errors import ClusterError, HpcdaskError, LaunchError, UsageError
+from hpcdask.errors import ClusterError, HpcdaskError, LaunchError
 from hpcdask.logs import complain, plural, say
 from hpcdask.node.host_agent import CLOSE_DEADLINE_S, HURRIED_S, HostAgent
 from hpcdask.node.placement import Inventory
@@ -112,7 +112,7 @@ class Leader:
             code = error.exit_code
         if not self.link.complete:
             self.agent.tell(orders.AbortLaunch())
-        await self._take_down(code, seconds)
+        await self._take_down(seconds)
         return code
 
     # Starting
@@ -304,14 +304,13 @@ class Leader:
 
     # Ending
 
-    async def _take_down(self, code: int, seconds: float) -> None:
+    async def _take_down(self, seconds: float) -> None:
         """End the workers and the other ranks, then the scheduler; this rank is the last."""
         self.state = "ending"
         self.program.signal(signal.SIGKILL)
         await self.scheduler.end_soon()
-        never_ran = code == UsageError.exit_code and not self.scheduler.registered
         for rank in self.link.reports:
-            self.link.send(rank, link.EndRun(code if never_ran else 0, seconds))
+            self.link.send(rank, link.EndRun(seconds))
         await asyncio.gather(
             self.agent.close_workers(seconds), self.link.wait_for_departure(seconds + LEAVE_S)
         )

@@ -83,9 +83,8 @@ class StartWorkers(Message):
 
 @dataclass(frozen=True)
 class EndRun(Message):
-    """Order to leave with this exit code; workers get `seconds` to close."""
+    """Order to leave; workers get `seconds` to close."""
 
-    code: int
     seconds: float
 
 

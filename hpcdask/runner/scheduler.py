@@ -18,6 +18,7 @@ from hpcdask.bootstrap.orders import Message
 from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.bootstrap.supervisor import CONTEXT
 from hpcdask.comm.warmup import TOPIC
+from hpcdask.errors import root_cause
 from hpcdask.gpu.monitor import GpuMonitor, monitor_of, usage_lines
 from hpcdask.logs import say, set_log_level
 from hpcdask.process import make_observable
@@ -84,9 +85,10 @@ async def _main(sock: socket.socket, options: dict[str, Any]) -> None:
         scheduler.add_plugin(GpuMonitor())
         await scheduler
     except Exception as error:
-        what = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         advice = "See Dask's configuration (distributed.scheduler) and hpcdask doctor"
-        text = f"the scheduler did not start: {what}. {advice} on {socket.gethostname()}"
+        text = (
+            f"the scheduler did not start: {root_cause(error)}. {advice} on {socket.gethostname()}"
+        )
         channel.send(link.SchedulerStarted(error=text))
         return
     server: Any = scheduler.http_server
