@@ -29,12 +29,14 @@ _VARIABLES = (VARIABLE, "DASK_SCHEDULER_ADDRESS", "DASK_DISTRIBUTED__CLIENT__SEC
 
 
 def configure_client(address: str, file: str, *, on_gpus: bool = False) -> None:
-    """Make ``Client()`` connect to this cluster, in this process and its children."""
+    """Make ``Client()`` connect to this cluster in this process."""
+    global _own_file
+    _own_file = file
     if on_gpus:
         suit_devices()
-    os.environ.update(program_variables(address, file, on_gpus=False))
     found = {"scheduler-address": address, "distributed.client.security-loader": _LOADER}
     dask.config.set({**found, **prompt_clients()})
+    make_observable()
 
 
 def program_variables(address: str, file: str, *, on_gpus: bool) -> dict[str, str]:
@@ -47,8 +49,6 @@ def forget_client() -> None:
     """Undo `configure_client`: the cluster has ended, and its files are gone."""
     global _own_file
     _own_file = ""
-    for name in _VARIABLES:
-        os.environ.pop(name, None)
     suit_hosts()
     dask.config.set({"scheduler-address": None, "distributed.client.security-loader": None})
 
@@ -124,7 +124,7 @@ def load_security(info: Mapping[str, str]) -> Security | None:
     configuration and ``HPCDASK_SCHEDULER_FILE`` in the environment. None if the address in `info`
     is not that of the file's cluster.
     """
-    path = os.environ.get(VARIABLE) or _own_file
+    path = _own_file or os.environ.get(VARIABLE)
     if not path:
         return None
     content = read(path)

@@ -18,15 +18,7 @@ VARIABLE = "HPCDASK_SCHEDULER_FILE"
 RUNS = "runs"
 
 
-def write(
-    path: str,
-    address: str,
-    credentials: Credentials,
-    *,
-    job: str | None,
-    gpus: bool = False,
-    **facts: object,
-) -> None:
+def write(path: str, address: str, credentials: Credentials, **facts: object) -> None:
     """Write the scheduler file (0600) and, with credentials, ``PATH.keys`` (0600) beside it."""
     path = os.path.abspath(path)
     keys = f"{path}.keys"
@@ -39,10 +31,8 @@ def write(
         "workers": {},
         "hpcdask": {
             "keys": keys if credentials else None,
-            "job": job,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "gpus": gpus,
             **facts,
         },
     }

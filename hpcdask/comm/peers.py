@@ -130,11 +130,7 @@ class PeerPool(ConnectionPool):
 
     def remove(self, addr: str, **kwargs: Any) -> None:
         """Forget a worker that is gone."""
-        route = self.routes.pop(addr, None)
-        if route is not None and route.contact:
-            from . import ucx
-
-            ucx.known_secrets.pop(route.contact, None)
+        self.routes.pop(addr, None)
         super().remove(addr, **kwargs)
 
 
