@@ -126,7 +126,3 @@ def bench(arguments: tuple[str, ...]) -> None:
     from hpcdask.bench.command import main
 
     sys.exit(main(arguments))
-
-
-if __name__ == "__main__":
-    main(prog_name="hpcdask")

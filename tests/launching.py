@@ -170,7 +170,7 @@ def run_cli(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``hpcdask words...``, which must end with this code and without a traceback."""
     done = subprocess.run(
-        [sys.executable, "-m", "hpcdask.cli", *map(os.fspath, words)],
+        [sys.executable, "-m", "hpcdask", *map(os.fspath, words)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -101,7 +101,7 @@ class User:
         """Run ``hpcdask command``, which must succeed, and return its output."""
         words = (command, "--folder", str(self.folder), *arguments)
         return self.site.run(
-            sys.executable, "-m", "hpcdask.cli", *words, env=self.variables, timeout=60
+            sys.executable, "-m", "hpcdask", *words, env=self.variables, timeout=60
         ).stdout
 
     def wrap(self, name: str) -> Command:

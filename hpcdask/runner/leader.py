@@ -247,7 +247,7 @@ class Leader:
         if self.signalled is not None:
             return
         self.signalled = number
-        self.program.signal(number)
+        self.agent.tell(orders.Signal(number))
         if number != signal.SIGINT:
             name = signal.Signals(number).name
             say(f"{name}: the run ends, and the program has {TERM_DEADLINE_S:g} s to end before it")
@@ -275,7 +275,7 @@ class Leader:
             raise ClusterError(what)
         complain(what)
         self.state = "ending"
-        self.program.signal(signal.SIGTERM)
+        self.agent.tell(orders.Signal(signal.SIGTERM))
         over = orders.ProgramEnded(ClusterError.exit_code)
         asyncio.get_running_loop().call_later(LOSS_DEADLINE_S, self.events.put_nowait, over)
 
@@ -307,7 +307,7 @@ class Leader:
     async def _take_down(self, seconds: float) -> None:
         """End the workers and the other ranks, then the scheduler; this rank is the last."""
         self.state = "ending"
-        self.program.signal(signal.SIGKILL)
+        self.agent.tell(orders.Signal(signal.SIGKILL))
         await self.scheduler.end_soon()
         for rank in self.link.reports:
             self.link.send(rank, link.EndRun(seconds))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from hpcdask.bootstrap.orders import ProgramEnded, Signal, StartProgram
+from hpcdask.bootstrap.orders import ProgramEnded, StartProgram
 from hpcdask.bootstrap.stream import MessageStream
 from hpcdask.client import scheduler_file
 from hpcdask.client.connect import program_variables
@@ -60,9 +60,6 @@ class UserProgram:
         while await channel.receive() is not None:
             pass
         self._events.put_nowait(ProgramEnded(0))
-
-    def signal(self, number: int) -> None:
-        self._agent.tell(Signal(number))
 
 
 class RunFiles:

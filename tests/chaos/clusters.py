@@ -300,7 +300,7 @@ class Notebook:
     def _clean_up(self) -> None:
         words = ("down", "--dead", "--yes", "--folder", str(self._folder))
         subprocess.run(
-            [sys.executable, "-m", "hpcdask.cli", *words],
+            [sys.executable, "-m", "hpcdask", *words],
             env=self.env,
             capture_output=True,
             timeout=120,

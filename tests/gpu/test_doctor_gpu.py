@@ -16,7 +16,7 @@ from hpcdask.gpu.devices import Gpu
 
 pytestmark = pytest.mark.gpu
 
-DOCTOR = [sys.executable, "-m", "hpcdask.cli", "doctor", "--json"]
+DOCTOR = [sys.executable, "-m", "hpcdask", "doctor", "--json"]
 #: Takes a little memory of the first GPU, says so, and waits for the end of its input.
 TENANT = "import cupy, sys; a = cupy.ones(2**27); print(float(a[0]), flush=True); sys.stdin.read()"
 

@@ -380,7 +380,7 @@ def test_a_refusal_is_raised_once_and_shown_by_all_views(
         assert "Invalid account" in repr(cluster)
         told = ClusterFolder.open(folder / cluster.id)
         wait_for(lambda: told.report().problem, 20, "it to be told")
-        words = [sys.executable, "-m", "hpcdask.cli", "list", "--json", "--folder", str(folder)]
+        words = [sys.executable, "-m", "hpcdask", "list", "--json", "--folder", str(folder)]
         (row,) = json.loads(subprocess.check_output(words))
         assert row["why"] == "the cluster submits no more jobs: Invalid account"
         words[4] = "--jobs"

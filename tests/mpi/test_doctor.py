@@ -18,7 +18,7 @@ from running import Site, under
 
 pytestmark = pytest.mark.mpi
 
-DOCTOR = [sys.executable, "-m", "hpcdask.cli", "doctor"]
+DOCTOR = [sys.executable, "-m", "hpcdask", "doctor"]
 
 #: A rank that does not take part, beside one that does.
 ONE_STAYS_AWAY = (

@@ -40,7 +40,7 @@ def test_jobs_that_wait_for_what_does_not_end_by_itself(user: Login, capfd):
         assert waits in told
         assert waits in user.hpcdask("list")
         words = ("logs", "--folder", str(user.folder), cluster.id)
-        done = user.site.run(sys.executable, "-m", "hpcdask.cli", *words, env=user.variables)
+        done = user.site.run(sys.executable, "-m", "hpcdask", *words, env=user.variables)
         assert "there is no line yet; jobs: 2 pending (JobHeldUser)" in done.stderr
     said = capfd.readouterr().err
     assert said.count("may never start: JobHeldUser") == 1

@@ -213,7 +213,7 @@ def test_each_view_of_a_detached_cluster_says_that_jobs_may_never_start(user: Lo
         assert waits in user.hpcdask("list")
         for words in (["attach", "mine"], ["scale", "mine", "1"], ["list", "--jobs"]):
             command = [*words[:1], "--folder", str(user.folder), *words[1:]]
-            done = user.site.run(sys.executable, "-m", "hpcdask.cli", *command, env=user.variables)
+            done = user.site.run(sys.executable, "-m", "hpcdask", *command, env=user.variables)
             assert waits in done.stderr, words
         cluster.shutdown()
     assert not user.queued()

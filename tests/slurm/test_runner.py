@@ -315,7 +315,7 @@ def test_a_rank_that_never_arrives_is_named(desk: Desk):
 
 # hpcdask doctor
 
-DOCTOR = (sys.executable, "-m", "hpcdask.cli", "doctor", "--json")
+DOCTOR = (sys.executable, "-m", "hpcdask", "doctor", "--json")
 
 
 @pytest.mark.long

@@ -47,7 +47,7 @@ class Login(Site):
     def hpcdask(self, *words: str) -> Running:
         """Start ``hpcdask words...``."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "hpcdask.cli", *words],
+            [sys.executable, "-m", "hpcdask", *words],
             env=self.env,
             cwd=self.place,
             stdin=subprocess.DEVNULL,
