@@ -124,14 +124,24 @@ def load_security(info: Mapping[str, str]) -> Security | None:
     configuration and ``HPCDASK_SCHEDULER_FILE`` in the environment. None if the address in `info`
     is not that of the file's cluster.
     """
+    global _own_file
     path = _own_file or os.environ.get(VARIABLE)
     if not path:
         return None
     content = read(path)
     if content["address"] != info.get("address"):
         return None
-    if all(name in os.environ for name in _VARIABLES):
-        _adopt(path, content["hpcdask"].get("job"))
+    if all(name in os.environ for name in _VARIABLES):  # not for the jobs it submits
+        if (job := content["hpcdask"].get("job")) != job_id():
+            raise SchedulerFileError(
+                f"the variables of the run in job {job or 'none'} came into this job with sbatch "
+                f"--export=ALL or its like: unset {' '.join(_VARIABLES)} in its script"
+            )
+        _own_file = path
+        for name in _VARIABLES:
+            del os.environ[name]
+        dask.config.set(prompt_clients())
+        make_observable()
     keys = _read_ready(path)["hpcdask"].get("keys")
     return to_security(load_credentials(keys) if keys else None)
 
@@ -146,18 +156,3 @@ def _read_ready(path: str) -> dict[str, Any]:
             )
         time.sleep(0.02)
     return content
-
-
-def _adopt(path: str, job: str | None) -> None:
-    """Keep the cluster for this process; raise SchedulerFileError in a job that inherited it."""
-    global _own_file
-    if job != job_id():
-        raise SchedulerFileError(
-            f"the variables of the run in job {job or 'none'} came into this job with sbatch "
-            f"--export=ALL or its like: unset {' '.join(_VARIABLES)} in its script"
-        )
-    _own_file = path
-    for name in _VARIABLES:
-        del os.environ[name]
-    dask.config.set(prompt_clients())
-    make_observable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
@@ -134,18 +135,16 @@ def drop_text_traceback(event: Any) -> None:
         event.traceback = None
 
 
+@functools.cache
 def cull_by_layer() -> None:
     """Make each layer of a graph look at its own wanted keys only: linear, not quadratic."""
     # dask's looks at all keys for each `delayed` call: for 5,000 calls, 25 million times
     layer: Any = dask.highlevelgraph.Layer
     cull = layer.cull
-    if getattr(cull, "by_layer", False):
-        return
 
     def of_its_own(self: Any, keys: set[Any], all_hlg_keys: Any) -> Any:
         if not self.has_legacy_tasks and len(self) <= len(keys):
             keys = {key for key in self if key in keys}
         return cull(self, keys, all_hlg_keys)
 
-    of_its_own.by_layer = True  # type: ignore[attr-defined]
     layer.cull = of_its_own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ def prologue(job: Any) -> Sequence[str]:
     return job._job_script_prologue or ()
 
 
+@functools.cache
 def choose_ports_by(choose: Callable[[Callable[[int], Any]], Any]) -> None:
     """Pick the port with `choose` whenever tornado binds to port 0."""
     from tornado import netutil, tcpserver
@@ -47,14 +49,11 @@ def choose_ports_by(choose: Callable[[Callable[[int], Any]], Any]) -> None:
     for holder in holders:
         require(TORNADO, holder, "bind_sockets")
     known = netutil.bind_sockets
-    if getattr(known, "chooses", None) is choose:
-        return
 
     def bind_sockets(port: int, *args: Any, **kwargs: Any) -> Any:
         if port:
             return known(port, *args, **kwargs)
         return choose(lambda chosen: known(chosen, *args, **kwargs))
 
-    bind_sockets.chooses = choose  # type: ignore[attr-defined]
     for holder in holders:
         holder.bind_sockets = bind_sockets
