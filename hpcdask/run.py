@@ -44,10 +44,9 @@ def main() -> NoReturn:
         program.set_path()  # Dask tasks may need modules beside the script
     elif (warning := environment.add_working_folder()) and first:
         say(warning)
-    alone = rank is not None and rank.size == 1
     modules = ("hpcdask.runner.agent", "hpcdask.runner.leader")[: 1 + first]
     supervisor = Supervisor(
-        variables(request.spec, *modules, peers=not alone, silent=not first),
+        variables(request.spec, *modules, peers=rank is None or rank.size > 1, silent=not first),
         program.command() if program is not None else (),
         interrupts=request.attached is not None,
     )

@@ -233,8 +233,5 @@ initialize.__signature__ = spell_out(initialize, _ALL)  # type: ignore[attr-defi
 
 
 def _mpi_is_running() -> bool:
-    if "mpi4py.MPI" not in sys.modules:
-        return False
-    from mpi4py import MPI
-
-    return bool(MPI.Is_initialized() and not MPI.Is_finalized())
+    loaded = sys.modules.get("mpi4py.MPI")
+    return loaded is not None and loaded.Is_initialized() and not loaded.Is_finalized()
