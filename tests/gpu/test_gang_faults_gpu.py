@@ -24,15 +24,13 @@ from launching import wait_for
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(500)]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 #: What one rank may do, and what the error then says.
-FAULTS = {"raise": "ValueError", "kill": "its worker died"}
+FAULTS = {"kill": "its worker died"}
 #: How it does not come to an all-reduce: in C, with Python's lock held.
 HANG = "locked"
 LONG_S, HANG_S = 120, 4
 
 
 def misbehave(kind: str) -> None:
-    if kind == "raise":
-        raise ValueError("so it goes")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == HANG:
@@ -111,7 +109,7 @@ def left(dask_scheduler) -> list:
 @pytest.mark.parametrize(
     ("by", "faults"),
     [
-        ("nccl", ["raise", "kill", HANG]),
+        ("nccl", ["kill", HANG]),
         pytest.param("torch", ["kill"], marks=WITH_TORCH),
     ],
 )

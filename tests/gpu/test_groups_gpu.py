@@ -67,18 +67,22 @@ def test_data_go_both_ways(cluster: JobCluster) -> None:
             values = np.random.default_rng(1).random(shape)
             made = client.submit(lambda v: v.copy(), values, resources=ON_CPU, pure=False)
             doubled = client.submit(double, made, resources=ON_GPU, pure=False)
-            kind, is_numpy, total = client.submit(look, doubled, resources=ON_GPU).result()
+            kind, is_numpy, total = client.submit(
+                look, doubled, resources=ON_GPU, pure=False
+            ).result()
             assert (kind, is_numpy) == ("cupy", False)
             assert total == pytest.approx(2 * values.sum())
-            gathered = client.submit(to_host, doubled, resources=ON_GPU).result()
+            gathered = client.submit(to_host, doubled, resources=ON_GPU, pure=False).result()
             np.testing.assert_array_equal(gathered, 2 * values)
-            kind, is_numpy, total = client.submit(look, doubled, resources=ON_CPU).result()
+            kind, is_numpy, total = client.submit(
+                look, doubled, resources=ON_CPU, pure=False
+            ).result()
             assert (kind, is_numpy) == ("hpcdask", True)  # see hpcdask.comm.host_arrays
             assert total == pytest.approx(2 * values.sum())
             more = client.submit(lambda x: x + 1, doubled, resources=ON_CPU, pure=False)
             np.testing.assert_array_equal(np.asarray(more.result()), 2 * values + 1)
             again = client.submit(double, more, resources=ON_GPU, pure=False)
-            back = client.submit(to_host, again, resources=ON_GPU).result()
+            back = client.submit(to_host, again, resources=ON_GPU, pure=False).result()
             np.testing.assert_array_equal(back, 2 * (2 * values + 1))
 
 

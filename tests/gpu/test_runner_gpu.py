@@ -51,17 +51,6 @@ def test_every_worker_has_its_own_gpu_also_after_a_restart(
     assert f"{len(gpus)} x {gpus[0].name}" in done.err
 
 
-COUNT = "from distributed import Client\nprint(len(Client().run(int)))"
-
-
-def test_more_ranks_than_gpus_must_be_asked_for(gpus: list[Gpu]) -> None:
-    ranks = len(gpus) + 1
-    refused = launch(ranks, program=COUNT, code=2)
-    assert not refused.out
-    assert f"{ranks} workers for GPUs but only {len(gpus)} distinct GPU" in refused.err
-    assert launch(ranks, "--oversubscribe", program=COUNT).out.split() == [str(ranks)]
-
-
 @pytest.mark.parametrize(("protocol", "tls"), [("tcp", ""), ("auto", ""), ("ucx", "tcp,cuda_copy")])
 def test_exchange_between_workers(gpus: list[Gpu], protocol: str, tls: str) -> None:
     env = {"UCX_TLS": tls} if tls else None
@@ -142,8 +131,8 @@ def look(x):
 
 with Client() as client:
     made = client.submit(make, resources={"GPU": 1})
-    print(client.submit(look, made, resources={"GPU": 1}).result())
-    print(client.submit(look, made, resources={"CPU": 1}).result())
+    print(client.submit(look, made, resources={"GPU": 1}, pure=False).result())
+    print(client.submit(look, made, resources={"CPU": 1}, pure=False).result())
 """
 
 
