@@ -245,7 +245,9 @@ class Run:
         if "Traceback (most" in err and not self._roles & TRACED:
             problems.append("a traceback")
         there = re.search(r"^workers (\d+) of (\d+)$", out, re.MULTILINE)
-        lost = (self.options["workers_min"] and fatal) or "full" in fatal
+        # without its fork server a rank starts no worker again, and is given up after 15 s
+        fewer = fatal or "helper" in self._roles
+        lost = (self.options["workers_min"] and fewer) or "full" in fatal
         if done and not lost and (there is None or int(there[1]) < int(there[2])):
             problems.append(f"at the end {there and there[0]}")
         if problems:
