@@ -18,8 +18,8 @@ from distributed import Client, WorkerPlugin
 from hpcdask.errors import root_cause
 from hpcdask.logs import say
 from hpcdask.process import owner_text
-from hpcdask.security.device_memory import take_arrays
 from hpcdask.security.nearby import NearbyComm, NearbySecurity
+from hpcdask.security.process_memory import take_arrays
 from hpcdask.upstream.distributed import prepare_graphs, send_at_once
 
 #: Seconds in which a worker has to answer, and between two looks for the first one.

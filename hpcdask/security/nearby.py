@@ -35,9 +35,8 @@ from tornado.iostream import IOStream, StreamClosedError
 
 from hpcdask.upstream.tls import Socket, serve_tls_by
 
-from . import device_memory, private
-from .device_memory import is_on_device
-from .process_memory import address_to_read, agree, read_memory
+from . import private, process_memory
+from .process_memory import address_to_read, agree, is_on_device, read_memory
 
 logger = logging.getLogger("distributed.hpcdask.nearby")
 
@@ -161,7 +160,7 @@ class NearbyComm(tcp.TCP):
         frames = await serialize(serializers=serializers or with_device)
         if on_device := [frame for frame in frames if is_on_device(frame)]:
             try:
-                handle, memory = await offload(device_memory.lend, on_device)
+                handle, memory = await offload(process_memory.lend_arrays, on_device)
             except (MemoryError, RuntimeError):  # through host memory
                 frames = await serialize(serializers=serializers)
         frames = [one if is_on_device(one) else ensure_memoryview(one) for one in frames]
@@ -213,7 +212,7 @@ class NearbyComm(tcp.TCP):
     def _copy(self, table: Sequence[tuple[int, int]], frames: list[Any], handle: bytes) -> None:
         """Put in the buffers that are to be copied."""
         sizes = [size for size, address in table if address == ON_DEVICE]
-        arrays = device_memory.copy(handle, sizes) if sizes else []
+        arrays = process_memory.copy_arrays(handle, sizes) if sizes else []
         for place, (size, address) in enumerate(table):
             if address == ON_DEVICE:
                 frames[place] = arrays.pop(0)

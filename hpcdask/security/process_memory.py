@@ -1,6 +1,7 @@
-"""Memory of another process of the same user, which Linux lets this one read (process_vm_readv).
+"""Memory of another process of the same user on this host, which this one copies.
 
-MPI and UCX do the same on one host. A transfer is one copy then, where a socket needs two.
+That of the host by process_vm_readv, as MPI and UCX do: one copy, where a socket needs two. That of
+a device by CUDA IPC: results for the program.
 """
 
 from __future__ import annotations
@@ -8,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import glob
+import importlib.util
+import logging
 import os
 import struct
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from distributed.protocol.utils import host_array
 from tornado.iostream import IOStream
 
-from .device_memory import takes_arrays
+logger = logging.getLogger("distributed.hpcdask.nearby")
 
 #: Address and content of some memory that the other end of a connection tries to read.
 PROBE = struct.Struct("<Q16s")
@@ -92,3 +97,68 @@ async def agree(stream: IOStream, pid: int) -> tuple[bool, bool]:
     stream.write(bytes([readable, takes_arrays()]))
     is_read, takes_device = await stream.read_bytes(2)
     return readable and bool(is_read), bool(takes_device)
+
+
+# Memory of a device: the sender lends, the receiver copies
+
+_taken = False
+
+
+def take_arrays() -> None:
+    """Take arrays as they are on a device from now on, if this process has CuPy and a GPU."""
+    global _taken
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    has_cupy = importlib.util.find_spec("cupy") is not None
+    _taken = bool(glob.glob("/dev/nvidia[0-9]*")) and has_cupy and not hidden
+
+
+def takes_arrays() -> bool:
+    return _taken
+
+
+def is_on_device(buffer: Any) -> bool:
+    return hasattr(buffer, "__cuda_array_interface__")
+
+
+def lend_arrays(buffers: Sequence[Any]) -> tuple[bytes, Any]:
+    """Copy arrays to memory that other processes open by the handle, while it is kept.
+
+    Whoever opens part of a pool maps all of it: 0.4 s for 70 GB. Raises MemoryError or RuntimeError
+    if there is no such memory.
+    """
+    import cupy
+
+    memory = cupy.cuda.Memory(max(1, sum(one.nbytes for one in buffers)))
+    at = memory.ptr
+    for buffer in buffers:
+        _copy_on_device(at, buffer.__cuda_array_interface__["data"][0], buffer.nbytes)
+        at += buffer.nbytes
+    cupy.cuda.Device().synchronize()
+    return cupy.cuda.runtime.ipcGetMemHandle(memory.ptr), memory
+
+
+def copy_arrays(handle: bytes, sizes: Sequence[int]) -> list[Any]:
+    """Copy arrays of so many bytes that another process lends. Raises OSError if it cannot."""
+    global _taken
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    arrays = [cupy.empty(size, "u1") for size in sizes]
+    try:
+        at = opened = runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
+        for array in arrays:
+            _copy_on_device(array.data.ptr, at, array.nbytes)
+            at += array.nbytes
+        cupy.cuda.Device().synchronize()
+        runtime.ipcCloseMemHandle(opened)
+    except runtime.CUDARuntimeError as error:
+        _taken = False
+        logger.warning("results on a GPU come through host memory, which is slower: %s", error)
+        raise OSError(str(error)) from error
+    return arrays
+
+
+def _copy_on_device(to: int, source: int, nbytes: int) -> None:
+    from cupy.cuda import runtime
+
+    runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDeviceToDevice, 0)

@@ -15,10 +15,10 @@ PROGRAM = """
 import json
 from cuda.bindings import driver
 from distributed import Client
-from hpcdask.security import device_memory
+from hpcdask.security import process_memory
 
 COUNTS = [0, 1, 1_000, 20_000_000]
-real, nbytes = device_memory.copy, []
+real, nbytes = process_memory.copy_arrays, []
 
 def copy(handle, sizes):
     nbytes.extend(sizes)
@@ -30,12 +30,12 @@ def make(count):
     return cupy.arange(count)[::-1]
 
 def fill():
-    from hpcdask.security import device_memory
+    from hpcdask.security import process_memory
 
     def refuse(buffers):
         raise MemoryError
 
-    device_memory.lend = refuse
+    process_memory.lend_arrays = refuse
 
 def gather():
     where = {worker: client.map(make, COUNTS, workers=[worker], pure=False)
@@ -48,7 +48,7 @@ def gather():
     return told
 
 if __name__ == "__main__":
-    device_memory.copy = copy
+    process_memory.copy_arrays = copy
     client = Client()
     numbers = client.gather(client.map(abs, range(8)))
     driver.cuInit(0)
