@@ -21,6 +21,8 @@ from distributed import Client, Scheduler, Security, Worker
 from distributed.comm import Comm, CommClosedError, connect
 from distributed.core import Server
 from distributed.protocol import to_serialize
+from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
+from distributed.protocol.serialize import dask_deserialize, dask_serialize
 
 from hpcdask.security import nearby, process_memory
 from hpcdask.security.credentials import create_credentials, save_credentials, to_security
@@ -155,6 +157,75 @@ async def test_large_arrays_are_copied_where_the_kernel_allows_it(access, monkey
             await other.write("to be read")
             assert await one.read() == "to be read"
     assert sizes == ([] if forbidden else [200_000, 50_000_000] * 6)
+
+
+class OnDevice:
+    """Stand-in for an array on a device."""
+
+    __cuda_array_interface__: Any = None
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.nbytes = content, len(content)
+
+
+cuda_serialize.register(OnDevice)(lambda array: ({}, [array]))
+cuda_deserialize.register(OnDevice)(lambda header, frames: frames[0])
+dask_serialize.register(OnDevice)(lambda array: ({}, [array.content]))
+dask_deserialize.register(OnDevice)(lambda header, frames: OnDevice(bytes(frames[0])))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Memory that is lent, by handle, and the bytes that were copied; ``full`` lends none."""
+    found: dict[str, Any] = {"full": False, "lent": {}, "copied": []}
+
+    def lend(arrays: list[OnDevice]) -> tuple[bytes, object]:
+        if found["full"]:
+            raise MemoryError
+        handle = os.urandom(64)
+        found["lent"][handle] = b"".join(array.content for array in arrays)
+        return handle, object()
+
+    def copy(handle: bytes, sizes: list[int]) -> list[OnDevice]:
+        if (memory := found["lent"].get(handle)) is None:
+            raise OSError("no such memory")
+        found["copied"] += sizes
+        ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+        return [OnDevice(memory[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+    monkeypatch.setattr(process_memory, "takes_arrays", lambda: True)
+    monkeypatch.setattr(process_memory, "lend_arrays", lend)
+    monkeypatch.setattr(process_memory, "copy_arrays", copy)
+    return found
+
+
+DEVICE_SIZES = (0, 1, 100_000)
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_arrays_on_a_device_are_lent_beside_those_of_the_host(access, device, full):
+    """Those of a device that has no room for a copy go through the host's memory."""
+    device["full"] = full
+    arrays = {f"device {n}": to_serialize(OnDevice(os.urandom(n))) for n in DEVICE_SIZES}
+    arrays |= {str(n): to_serialize(array) for n, array in ARRAYS.items()}
+    async with exchanging(access) as (here, there):
+        for one, other in ((here, there), (there, here)):
+            await one.write(arrays)
+            message = await other.read()
+            assert is_whole(message)
+            for n in DEVICE_SIZES:
+                name = f"device {n}"
+                assert message[name].content == arrays[name].data.content
+    assert device["copied"] == ([] if full else [*DEVICE_SIZES] * 2)
+
+
+async def test_device_memory_that_cannot_be_opened_is_a_lost_connection(access, device):
+    """Whoever gathers asks the scheduler then."""
+    async with exchanging(access) as (here, there):
+        await there.write({"array": to_serialize(OnDevice(b"all"))})
+        device["lent"].clear()
+        with pytest.raises(CommClosedError, match="no such memory"):
+            await here.read()
 
 
 async def test_what_is_sent_just_before_the_end_arrives(access):
