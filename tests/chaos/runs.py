@@ -168,6 +168,10 @@ class Run:
         process, role = candidates[int(index) % len(candidates)]
         early = role in HARMLESS and not any(line.startswith("ready") for line in self.printed())
         self._roles.add("early" if early else "stop" if event.fault == "STOP" else role)
+        if role == "helper" and event.fault != "STOP":  # it may be the resource tracker, also early
+            self._roles.add(role)
+        if (role, event.fault) == ("rank", "INT"):  # which passes it on
+            self._roles.add("program")
         harmless = ("worker", "janitor") if event.fault in ("KILL", "SEGV") else HARMLESS
         if self.options["workers_min"] and role not in harmless and event.fault != "STOP":
             (self.site.folder / "fewer").touch()
