@@ -487,7 +487,7 @@ def add_results(path: Path, results: dict[str, Any]) -> None:
         earlier = json.loads(path.read_text())
         same = ("machine", "date", "versions")
         if [earlier[name] for name in same] == [results[name] for name in same]:
-            new = {case["case"] for case in results["cases"]} | {*results["left_out"]}
+            new = {case["case"] for case in results["cases"]}
             kept = [case for case in earlier["cases"] if case["case"] not in new]
             left_out = earlier["left_out"] | results["left_out"]
             results = {**results, "cases": kept + results["cases"], "left_out": left_out}
