@@ -49,6 +49,7 @@ FOREIGN = {
     "pytest": "--durations --timeout",
     "benchmarks/peers.py": "--budget --cases --virtual-slurm --write-docs",
     "benchmarks/programs/rechunk.py": "--method",
+    "benchmarks/programs/scatter.py": "--what",
     "slurm": "--account --chdir --comment --container-image --container-mount-home --cpus-per-task "
     "--exclude --exclusive --export --gpu-bind --gpus --gpus-per-node --gpus-per-task "
     "--gres --het-group --jobid --me --mem --mem-per-gpu --mpi --nodes --ntasks --ntasks-per-node "
