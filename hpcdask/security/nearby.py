@@ -230,8 +230,9 @@ class NearbyComm(tcp.TCP):
         try:
             yield
         except BaseException as error:
+            over = self.closed() and isinstance(error, asyncio.CancelledError)  # amid a copy
             self.abort()
-            if isinstance(error, OSError):
+            if over or isinstance(error, OSError):
                 raise CommClosedError(f"in {self}: {error}") from error
             raise
 

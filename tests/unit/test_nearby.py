@@ -253,6 +253,22 @@ async def test_a_copy_of_what_may_be_gone_is_not_used(access, monkeypatch):
         assert here.closed()
 
 
+async def test_a_server_that_ends_amid_a_copy_has_no_error_to_log(access, monkeypatch):
+    """Regression: it closes its connections, then cancels who reads: distributed logs that."""
+    async with exchanging(access) as (here, there):
+        loop = asyncio.get_running_loop()
+
+        async def end() -> None:
+            await there.close()
+            reading.cancel()
+
+        copies(monkeypatch, lambda size: asyncio.run_coroutine_threadsafe(end(), loop).result(30))
+        reading = asyncio.create_task(there.read())
+        await here.write({"array": ARRAYS[200_000]})
+        with pytest.raises(CommClosedError):
+            await reading
+
+
 async def test_a_sender_that_is_killed_is_a_lost_connection(process, monkeypatch):
     server, address, access = process
 
