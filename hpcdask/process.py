@@ -29,8 +29,6 @@ TERM_DEADLINE_S = 25.0
 FILES = 4096
 #: Descriptors that are enough; some systems allow a billion, and old programs try them all.
 ENOUGH_DESCRIPTORS = 2**20
-
-
 #: Events of this process, and earlier ones of the processes it was forked from, with the seconds
 #: since the launch.
 marks: list[tuple[float, str]] = []

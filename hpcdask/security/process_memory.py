@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import glob
 import importlib.util
 import logging
 import os
 import struct
+import threading
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,8 +27,11 @@ logger = logging.getLogger("distributed.hpcdask.nearby")
 #: Address and content of some memory that the other end of a connection tries to read.
 PROBE = struct.Struct("<Q16s")
 #: Bytes that a thread copies at once, and number of threads: one copies a few GB a second.
-PART, THREADS = 2**24, 4
-LIBC = ctypes.CDLL(None, use_errno=True)
+PART, THREADS = 2**22, 4
+#: Size from which on memory is used again, bytes that are spare at most, and for how many seconds.
+AGAIN, SPARE, SPARE_S = 2**20, 2**28, 5.0
+_threads = ThreadPoolExecutor(THREADS, "hpcdask-copy")
+LIBC, ONE = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong(1)
 # With Yama's ptrace_scope 1, only processes that asked for it are read by others of their user
 PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
@@ -40,31 +44,40 @@ class _Part(ctypes.Structure):
 
 def read_memory(pid: int, address: int, size: int) -> memoryview:
     """Copy memory of another process. Raises OSError if that cannot be read."""
-    buffer: memoryview = host_array(size)
-    own = _address(buffer)
+    buffer = _memory(size) if size >= AGAIN else host_array(size)
 
     def copy(begin: int) -> None:
-        at, end, none = begin, min(begin + PART, size), ctypes.c_ulong(0)
-        while at < end:
-            here, there = _Part(own + at, end - at), _Part(address + at, end - at)
-            one = ctypes.c_ulong(1)
-            count = LIBC.process_vm_readv(
-                pid, ctypes.byref(here), one, ctypes.byref(there), one, none
-            )
-            if count <= 0:
-                raise OSError(ctypes.get_errno(), f"the memory of process {pid} cannot be read")
-            at += count
+        part = min(PART, size - begin)
+        here, there = _Part(_address(buffer) + begin, part), _Part(address + begin, part)
+        if LIBC.process_vm_readv(pid, ctypes.byref(here), ONE, ctypes.byref(there), ONE, 0) != part:
+            raise OSError(ctypes.get_errno(), f"the memory of process {pid} cannot be read")
 
-    if size > PART:
-        list(_threads().map(copy, range(0, size, PART)))
-    else:
-        copy(0)
+    list((_threads.map if size > PART else map)(copy, range(0, size, PART)))
     return buffer
 
 
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, "hpcdask-copy")
+_spare: dict[int, list[Any]] = {}
+
+
+def _memory(size: int) -> memoryview:
+    """Return memory of an earlier copy, or new memory, which the kernel takes long to zero."""
+    import numpy as np  # after start-up
+
+    if not _spare:
+        ending = threading.Timer(SPARE_S, _spare.clear)
+        ending.daemon = True
+        ending.start()
+    fitting = _spare.setdefault(size, [])
+    memory: Any = fitting.pop() if fitting else np.empty(size, "u1")
+    # what arrays have as their base; a view of the memory they would pass over
+    lent: Any = (ctypes.c_ubyte * size).from_buffer(memory)
+    weakref.finalize(lent, _keep, memory).atexit = False
+    return np.frombuffer(lent, "u1").data
+
+
+def _keep(memory: Any) -> None:
+    if sum(size * len(found) for size, found in list(_spare.items())) + memory.nbytes <= SPARE:
+        _spare.get(memory.nbytes, []).append(memory)
 
 
 def address_to_read(buffer: Any) -> int:
@@ -94,7 +107,7 @@ async def agree(stream: IOStream, pid: int) -> tuple[bool, bool]:
     readable = False
     with contextlib.suppress(OSError):  # in a container, or forbidden
         readable = bytes(read_memory(pid, address, len(content))) == content
-    stream.write(bytes([readable, takes_arrays()]))
+    stream.write(bytes([readable, _taken]))
     is_read, takes_device = await stream.read_bytes(2)
     return readable and bool(is_read), bool(takes_device)
 
@@ -110,10 +123,6 @@ def take_arrays() -> None:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     has_cupy = importlib.util.find_spec("cupy") is not None
     _taken = bool(glob.glob("/dev/nvidia[0-9]*")) and has_cupy and not hidden
-
-
-def takes_arrays() -> bool:
-    return _taken
 
 
 def is_on_device(buffer: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 
 import dask
 import numpy as np
+import psutil
 import pytest
 from distributed import Client, Scheduler, Security, Worker
 from distributed.comm import Comm, CommClosedError, connect
@@ -117,6 +119,10 @@ async def exchanging(access: Security) -> AsyncIterator[tuple[Comm, Comm]]:
         await server.close()
 
 
+def rss() -> int:
+    return psutil.Process().memory_info().rss
+
+
 def copies(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> list[int]:
     """Bytes of each buffer that is copied from another process; calls `before` with them."""
     sizes, real = [], nearby.read_memory
@@ -193,7 +199,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
         return [OnDevice(memory[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
-    monkeypatch.setattr(process_memory, "takes_arrays", lambda: True)
+    monkeypatch.setattr(process_memory, "_taken", True)
     monkeypatch.setattr(process_memory, "lend_arrays", lend)
     monkeypatch.setattr(process_memory, "copy_arrays", copy)
     return found
@@ -236,6 +242,35 @@ async def test_what_is_sent_just_before_the_end_arrives(access):
         async with asyncio.timeout(nearby.CLOSE_S - 1):
             await closing
         assert there.closed()
+
+
+async def test_memory_of_a_copy_is_used_again_once_nobody_has_it(access, monkeypatch):
+    """To zero new memory takes as long as the copy; what is spare is bounded, and goes."""
+    async with exchanging(access) as (here, there):
+
+        async def received(value: int, size: int = 3_000_000) -> Any:
+            await there.write({"array": to_serialize(np.full(size, value, "u1"))})
+            array = (await here.read())["array"]
+            await here.write("copied")
+            assert await there.read() == "copied"  # and lends no more
+            return array
+
+        first, second = await received(1), await received(2)
+        half, place = first[:10], second.ctypes.data
+        del first, second
+        third = await received(3)
+        assert third.ctypes.data == place
+        assert ((half == 1).all(), (third == 3).all()) == (True, True)
+
+        process_memory._spare.clear()
+        gc.collect()
+        before, large = rss(), 180_000_000
+        monkeypatch.setattr(process_memory, "SPARE_S", 2.0)
+        arrays = [await received(4, large), await received(5, large)]
+        assert rss() > before + 1.9 * large
+        arrays.clear()
+        assert rss() < before + 1.5 * large
+        wait_for(lambda: rss() < before + large // 2, 30, "the spare memory to go")
 
 
 async def test_a_copy_of_what_may_be_gone_is_not_used(access, monkeypatch):
