@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -132,6 +133,8 @@ class QueueSite:
         for daemon in self._daemons:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(PATIENCE * 2)
+            with contextlib.suppress(ProcessLookupError):  # a title of Perl's hides the marker
+                os.killpg(daemon.pid, signal.SIGKILL)
 
         def all_ended() -> bool:
             end(remaining := leftovers(self.marker))

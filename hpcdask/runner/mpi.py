@@ -20,10 +20,8 @@ from hpcdask.logs import complain
 SAME_ID = ("openmpi", "pals", "srun", "flux", "given", "none")
 #: Variables in which launchers tell how many ranks they started.
 COUNTS = ("SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE", "PMI_SIZE")
-#: Seconds that a launcher gets to read a rank's output before it is told to end.
-READ_S = 0.5
-#: Seconds that SLURM gets to end a step.
-CANCEL_DEADLINE_S = 5.0
+#: Seconds in which a launcher reads a rank's output, SLURM takes an order, and ranks clean up.
+READ_S, CANCEL_S, CLEAN_S = 0.5, 5.0, 2.0
 
 
 def find_rank(rank: Rank | None, timeout: float) -> Rank:
@@ -116,7 +114,9 @@ def abort_launch(rank: Rank, code: int) -> None:
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
     if rank.launcher == "srun":
         step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
-        with contextlib.suppress(OSError, subprocess.SubprocessError):  # srun waits, as it does
-            subprocess.run(
-                ["scancel", step], timeout=CANCEL_DEADLINE_S, capture_output=True, check=False
-            )
+        for order, wait_s in ((["--signal=TERM"], CLEAN_S), ([], 0.0)):
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                subprocess.run(
+                    ["scancel", *order, step], timeout=CANCEL_S, capture_output=True, check=False
+                )
+            time.sleep(wait_s)

@@ -113,7 +113,6 @@ async def agree(stream: IOStream, pid: int) -> tuple[bool, bool]:
 
 
 # Memory of a device: the sender lends, the receiver copies
-
 _taken = False
 
 

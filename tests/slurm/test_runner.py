@@ -313,6 +313,21 @@ def test_a_rank_that_never_arrives_is_named(desk: Desk):
     assert not ended.out
 
 
+def test_a_rank_that_waits_for_one_that_failed_leaves_nothing(desk: Desk):
+    """Regression: srun would wait for it, and its janitor was killed with the step."""
+    wrapper = """
+        if [ $SLURM_PROCID = 0 ]; then
+            until ls -d "$TMPDIR"/hpcdask-*; do sleep 0.1; done >/dev/null 2>&1
+            export DASK_DISTRIBUTED__SCHEDULER__PRELOAD=no.such.module
+        fi
+        exec "$@"
+    """
+    runner = ["sh", "-c", wrapper, "sh", "python", "-m", "hpcdask.run"]
+    ended = desk.srun("-N2", "--interface", "lo", "count.py", n=2, runner=runner).end(60)
+    assert ended.code, str(ended)
+    assert any("the scheduler did not start" in error for error in ended.errors), str(ended)
+
+
 # hpcdask doctor
 
 DOCTOR = (sys.executable, "-m", "hpcdask", "doctor", "--json")
