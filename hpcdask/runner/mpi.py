@@ -20,8 +20,8 @@ from hpcdask.logs import complain
 SAME_ID = ("openmpi", "pals", "srun", "flux", "given", "none")
 #: Variables in which launchers tell how many ranks they started.
 COUNTS = ("SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE", "PMI_SIZE")
-#: Seconds in which a launcher reads a rank's output, SLURM takes an order, and ranks clean up.
-READ_S, CANCEL_S, CLEAN_S = 0.5, 5.0, 2.0
+#: Seconds in which a launcher reads a rank's output, and in which ranks clean up.
+READ_S, CLEAN_S = 0.5, 20
 
 
 def find_rank(rank: Rank | None, timeout: float) -> Rank:
@@ -114,9 +114,10 @@ def abort_launch(rank: Rank, code: int) -> None:
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
     if rank.launcher == "srun":
         step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
-        for order, wait_s in ((["--signal=TERM"], CLEAN_S), ([], 0.0)):
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                subprocess.run(
-                    ["scancel", *order, step], timeout=CANCEL_S, capture_output=True, check=False
-                )
-            time.sleep(wait_s)
+        script = (
+            f"exec < /dev/null > /dev/null 2>&1; trap '' TERM; scancel --signal=TERM {step}; "
+            f"for i in $(seq {CLEAN_S}); do sleep 1; squeue -hs {step} | grep -q . || exit; done; "
+            f"scancel {step}"
+        )
+        with contextlib.suppress(OSError):
+            subprocess.Popen(["sh", "-c", script])
