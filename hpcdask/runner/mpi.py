@@ -114,7 +114,7 @@ def abort_launch(rank: Rank, code: int) -> None:
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
     if rank.launcher == "srun":
         step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
-        script = (
+        script = (  # in good order first: a step is killed with its janitors
             f"exec < /dev/null > /dev/null 2>&1; trap '' TERM; scancel --signal=TERM {step}; "
             f"for i in $(seq {CLEAN_S}); do sleep 1; squeue -hs {step} | grep -q . || exit; done; "
             f"scancel {step}"
