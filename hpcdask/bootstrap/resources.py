@@ -25,12 +25,6 @@ def widen(cores: Sequence[int] | set[int], pid: int = 0) -> None:
         os.sched_setaffinity(pid, cores)
 
 
-def widen_threads(cores: Sequence[int] | set[int]) -> None:
-    """Bind all threads of this process to these cores: the driver's are among them."""
-    for thread in os.listdir("/proc/self/task"):
-        widen(cores, int(thread))
-
-
 def cpu_quota(root: str = "/") -> int | None:
     """Return the cores whose time a cgroup, such as a container's, allows; None for no limit."""
     found = []

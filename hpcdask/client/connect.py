@@ -139,7 +139,7 @@ def load_security(info: Mapping[str, str]) -> Security | None:
             )
         _own_file = path
         for name in _VARIABLES:
-            del os.environ[name]
+            os.environ.pop(name, None)
         dask.config.set(prompt_clients())
         make_observable()
     keys = _read_ready(path)["hpcdask"].get("keys")

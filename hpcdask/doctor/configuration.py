@@ -133,9 +133,16 @@ def _meant(name: str, known: Collection[str]) -> str:
 
 @functools.cache
 def _keys(system: str | None) -> Collection[str]:
-    """Return the keys of a system's section, or of any, by dask-jobqueue's defaults."""
-    # its import writes a file
+    """Return the keys of a system's section, or of any: dask-jobqueue's and the class's."""
+    from hpcdask.clusters.classes import class_of
+    from hpcdask.clusters.keywords import HereKeywords, types_of
+
+    owners = map(class_of, systems() if system is None else [system])
+    keywords = {name for owner in owners for name in types_of(owner.keywords)}
+    keywords -= {"n_workers", *HereKeywords.__annotations__}
+    # the import of dask-jobqueue's configuration writes a file
     defaults = distribution("dask-jobqueue").locate_file("dask_jobqueue/jobqueue.yaml")
     (content,) = dask.config.collect_yaml([str(defaults)])
     sections = content["jobqueue"]
-    return set().union(*([sections[system]] if system in sections else sections.values()))
+    known = [sections[system]] if system in sections else sections.values()
+    return {name.replace("_", "-") for name in keywords.union(*known)}

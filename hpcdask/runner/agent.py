@@ -61,14 +61,14 @@ async def _follow(agent: HostAgent, timeout: float, problem: HpcdaskError | None
     security = to_security(info.credentials)
     leader.send(await asyncio.to_thread(link.RankReport.of, agent, problem))
 
-    def failed(name: str, text: str) -> None:
+    def lose(name: str, text: str) -> None:
         leader.send(link.Loss.of_worker(agent.rank, name, text))
 
     work: list[asyncio.Task[None]] = []
     async for order in leader:
         match order:
             case link.StartWorkers(scheduler, placements):
-                started = agent.start_workers(placements, scheduler, security, failed)
+                started = agent.start_workers(placements, scheduler, security, lose, lose)
                 work.append(asyncio.create_task(started))
             case link.EndRun(seconds):
                 await agent.close_workers(seconds)

@@ -138,7 +138,7 @@ class Leader:
         started = self.scheduler.started
         self.wanted = WantedWorkers(self.spec, plan.placements)
         own, access = plan.placements[0], to_security(self.credentials)
-        work = self.agent.start_workers(own, started.address, access, self._note_failure)
+        work = self.agent.start_workers(own, started.address, access, self._lose, self._lose)
         self._own_workers = asyncio.create_task(work)
         for index, placements in plan.placements.items():
             self.link.send(index, link.StartWorkers(started.address, placements))
@@ -169,7 +169,7 @@ class Leader:
         """Handle events until something is done, while the cluster comes up."""
         try:
             async with asyncio.timeout_at(self.deadline):  # of the loop, whose clock is monotonic
-                while not done():
+                while self.state == "ending" or not done():
                     self._handle(await self.events.get())
         except TimeoutError:
             raise late() from None
@@ -210,7 +210,7 @@ class Leader:
             self.rendezvous.close()
         return self.link.inventories()
 
-    def _note_failure(self, worker: str, error: str) -> None:
+    def _lose(self, worker: str, error: str) -> None:
         self.events.put_nowait(Loss.of_worker(self.rank, worker, error))
 
     # Events
@@ -265,11 +265,12 @@ class Leader:
         what, advice = loss.text, ""
         if loss.rank is not None:
             self.wanted.give_up(loss.rank, loss.worker)
-            if self.wanted.suffice:
-                left = plural(len(self.wanted.names), "worker")
-                say(f"{what}. The run goes on with {left} (--workers-min {self.spec.workers_min})")
+            again = bool(loss.worker) and self.state == "running"
+            if self.wanted.suffice(least=1 if again else None):
+                say(f"{what}. The run goes on with {plural(len(self.wanted.names), 'worker')}")
                 return
-            advice = " (--workers-min lets it go on)" * (self.spec.workers_min is None)
+            if self.wanted.names and self.spec.workers_min is None:
+                advice = " (--workers-min lets it go on)"
         what += f". The run ends{advice}"
         if not self.program.runs:
             raise ClusterError(what)

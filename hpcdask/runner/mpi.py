@@ -21,7 +21,7 @@ SAME_ID = ("openmpi", "pals", "srun", "flux", "given", "none")
 #: Variables in which launchers tell how many ranks they started.
 COUNTS = ("SLURM_STEP_NUM_TASKS", "JSM_NAMESPACE_SIZE", "PMI_SIZE")
 #: Seconds in which a launcher reads a rank's output, and in which ranks clean up.
-READ_S, CLEAN_S = 0.5, 20
+READ_S, CLEAN_S = 0.5, 10
 
 
 def find_rank(rank: Rank | None, timeout: float) -> Rank:
@@ -114,10 +114,9 @@ def abort_launch(rank: Rank, code: int) -> None:
             os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
     if rank.launcher == "srun":
         step = f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
-        script = (  # in good order first: a step is killed with its janitors
-            f"exec < /dev/null > /dev/null 2>&1; trap '' TERM; scancel --signal=TERM {step}; "
-            f"for i in $(seq {CLEAN_S}); do sleep 1; squeue -hs {step} | grep -q . || exit; done; "
-            f"scancel {step}"
-        )
-        with contextlib.suppress(OSError):
-            subprocess.Popen(["sh", "-c", script])
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it reaches this rank, too
+        # what this rank leaves behind dies with the last task of its node, so it stays itself
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(["scancel", "--signal=TERM", step], timeout=CLEAN_S, check=False)
+            time.sleep(CLEAN_S)  # a step that is cancelled is killed with its janitors
+            subprocess.run(["scancel", step], timeout=CLEAN_S, check=False)

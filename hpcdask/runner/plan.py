@@ -228,10 +228,10 @@ class WantedWorkers:
         """Want a worker of a rank no more, by default all of them."""
         self.names -= {name} if name else self._by_rank.get(rank, set())
 
-    @property
-    def suffice(self) -> bool:
-        """Return whether the run goes on with those that are left: if --workers-min says so."""
-        return self._spec.workers_min is not None and len(self.names) >= self._spec.workers_min
+    def suffice(self, least: int | None) -> bool:
+        """Return whether the run goes on with those that are left: --workers-min, or `least`."""
+        least = self._spec.workers_min or least
+        return least is not None and len(self.names) >= least
 
     def too_late(self, registered: Collection[str]) -> LaunchError:
         missing = some(sorted(self.names - set(registered)))

@@ -237,6 +237,8 @@ class Run:
         fatal = self._roles - {*HARMLESS, "stop", "blip"}
         if "the process that manages the workers" in err:  # one of the helpers
             fatal.add("agent")
+        if "; given up\n" in err:
+            fatal.add("worker")
         if "wrong" in out or "\nbad" in out:
             problems.append("a result is wrong")
         if (code == 0) != done and not (done and fatal):

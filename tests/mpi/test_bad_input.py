@@ -301,3 +301,14 @@ def test_a_rank_that_never_arrives_at_mpi(site: Site):
     assert f"waited {limit} s in MPI" in ended.err
     assert "--timeout" in ended.err
     assert "started" not in ended.out
+
+
+@under("alone")
+def test_a_worker_that_does_not_start_ends_the_run(site: Site):
+    """Regression: the line that the run ends was followed by the one that the cluster is ready."""
+    preload = site.folder / "wrong.py"
+    preload.write_text("import os\ndef dask_setup(worker):\n    os._exit(7)\n")
+    ended = site.run("--preload", preload, program=PROGRAM, n=1, code=1)
+    (line,) = ended.errors
+    assert "did not start: " in line
+    assert "ready in" not in ended.err, str(ended)

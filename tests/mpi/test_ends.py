@@ -176,6 +176,39 @@ def test_a_killed_worker_is_restarted_and_the_result_is_right(site: Site):
     assert "was killed by SIGKILL, and is replaced" in replaced
 
 
+FAILS = """
+import os
+
+def dask_setup(worker):
+    if os.path.exists("PLACE/fail"):
+        os._exit(7)
+"""
+KILLS = """
+import os, signal, time
+from distributed import Client
+with Client() as client:
+    pids = client.run(os.getpid).values()
+    open("fail", "w").close()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(100)
+"""
+
+
+@under("openmpi")
+def test_workers_that_never_start_again_end_the_run_once_none_is_left(site: Site):
+    """Regression: rank 0 was not told, and the program waited for them."""
+    preload = site.folder / "fails.py"
+    preload.write_text(FAILS.replace("PLACE", str(site.folder)))
+    run = site.start("--preload", preload, program=KILLS)
+    told = "exit code 7. See its lines above, and hpcdask doctor there. The run "
+    first = run.line("hpcdask: a worker of rank", stream="err", timeout=90)
+    assert first.endswith(f"{told}goes on with 1 worker"), first
+    (error,) = run.end(60, code=1).errors
+    assert error.endswith(f"{told}ends"), error
+    site.check_nothing_left()
+
+
 @pytest.mark.parametrize(
     ("site", "who"), [("openmpi", 0), ("mpich", 1), ("openmpi", "scheduler")], indirect=["site"]
 )

@@ -301,11 +301,20 @@ def test_a_bad_value_is_told_once(desk: Desk):
 
 
 @pytest.mark.long
-def test_a_rank_that_never_arrives_is_named(desk: Desk):
+@pytest.mark.usefixtures("slurm_programs")
+def test_a_rank_that_never_arrives_is_named():
+    """Regression: rank 0 left the end of the step to a process that SLURM killed with it.
+
+    SLURM finds orphans by process groups here: by cgroups it does, by parents it does not.
+    """
     wrapper = 'if [ $SLURM_PROCID = 2 ]; then exec sleep 600; fi; exec "$@"'
     runner = ["sh", "-c", wrapper, "sh", "python", "-m", "hpcdask.run"]
     limit = stretched(4)
-    ended = desk.srun("-N2", "--timeout", f"{limit}s", "count.py", n=3, runner=runner).end(30)
+    conf = {"ProctrackType": "proctrack/pgid"}
+    with SlurmSite(nodes=2, conf=conf) as slurm, Desk(slurm) as desk:
+        run = desk.srun("-N2", "--timeout", f"{limit}s", "count.py", n=3, runner=runner)
+        ended = run.end(60)
+        desk.check_nothing_left()
     assert ended.code in (137, 143), str(ended)
     (error,) = ended.errors
     for word in ("rank 2 of 3", f"within {limit} s", f"2 on {HOST}", "--timeout"):

@@ -364,7 +364,9 @@ def test_the_rest_is_reported_without_a_group_of_facts(group):
 @pytest.mark.parametrize(
     ("launcher", "mpi", "status"),
     [
-        ("openmpi", {"linked": "MPICH Version: 4.3"}, "warning"),
+        ("hydra", {"linked": "Open MPI v5.0.11"}, "warning"),
+        ("openmpi", {"linked": "MPICH Version: 4.3"}, "ok"),  # whose ranks meet without MPI
+        ("srun", {"error": "cannot load libmpi"}, "ok"),
         ("hydra", {"linked": "MPICH Version: 4.3"}, "ok"),
         ("hydra", {"error": "cannot load libmpi"}, "warning"),
         ("none", {"error": "cannot load libmpi"}, "ok"),

@@ -65,6 +65,7 @@ def test_a_configuration_without_a_word_names_where_dask_looked(site, tmp_path):
     [
         ("hpcdask: {port-rnage: 1}", "hpcdask", r"port-rnage: no such key.*mean port-range\?"),
         ("jobqueue: {slurm: {cors: 4}}", "jobqueue.slurm", r"cors: .*Did you mean cores\?"),
+        ("jobqueue: {slurm: {poll-intervl: 9}}", "jobqueue.slurm", r"Did you mean poll-interval\?"),
         ("jobqueue: {mine: {wall_time: a}}", "jobqueue.mine", r"Did you mean walltime\?"),
         ("jobqueue: {slrum: {queue: a}}", "jobqueue.slrum", r"Did you mean jobqueue\.slurm\?"),
         ("jobqueues: {slurm: {queue: a}}", "jobqueues", r"no such .*site.*Did you mean jobqueue\?"),
@@ -82,6 +83,13 @@ def test_what_is_misspelt_is_a_warning(site, text, topic, words):
     ((found, status, said),) = bad(site(text))
     assert (found, status) == (topic, "warning")
     assert re.search(words, said), said
+
+
+@pytest.mark.parametrize("section", ["slurm", "mine"])
+def test_keywords_of_the_classes_are_keys_too(site, section):
+    """Regression: the doctor wanted documented keys such as poll-interval to be removed."""
+    keys = "{poll-interval: 30s, start_timeout: 600, gpu-request: gres, device-memory-limit: 0.8}"
+    assert not bad(site(f"jobqueue: {{{section}: {keys}}}"))
 
 
 def test_a_file_that_may_not_be_read_is_named(site, tmp_path, monkeypatch):
