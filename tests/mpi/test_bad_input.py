@@ -303,7 +303,7 @@ def test_a_rank_that_never_arrives_at_mpi(site: Site):
     assert "started" not in ended.out
 
 
-@under("alone")
+@under("openmpi")
 def test_a_worker_that_does_not_start_ends_the_run(site: Site):
     """Regression: the line that the run ends was followed by the one that the cluster is ready."""
     preload = site.folder / "wrong.py"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -305,14 +306,20 @@ def test_a_bad_value_is_told_once(desk: Desk):
 def test_a_rank_that_never_arrives_is_named():
     """Regression: rank 0 left the end of the step to a process that SLURM killed with it.
 
-    SLURM finds orphans by process groups here: by cgroups it does, by parents it does not.
+    SLURM finds orphans by process groups here: by cgroups it does, by parents it does not. Its
+    controller takes its time.
     """
     wrapper = 'if [ $SLURM_PROCID = 2 ]; then exec sleep 600; fi; exec "$@"'
     runner = ["sh", "-c", wrapper, "sh", "python", "-m", "hpcdask.run"]
     limit = stretched(4)
     conf = {"ProctrackType": "proctrack/pgid"}
     with SlurmSite(nodes=2, conf=conf) as slurm, Desk(slurm) as desk:
-        run = desk.srun("-N2", "--timeout", f"{limit}s", "count.py", n=3, runner=runner)
+        slow = desk.folder / "scancel"
+        slow.write_text(f'#!/bin/sh\nsleep 1\nexec {shutil.which("scancel")} "$@"\n')
+        slow.chmod(0o700)
+        path = {"PATH": f"{desk.folder}:{os.environ['PATH']}"}
+        options = "--timeout", f"{limit}s", "count.py"
+        run = desk.srun("-N2", *options, n=3, runner=runner, env=path)
         ended = run.end(60)
         desk.check_nothing_left()
     assert ended.code in (137, 143), str(ended)
