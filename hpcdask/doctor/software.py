@@ -168,8 +168,11 @@ def check_mpi(known: MpiFacts, node: Node) -> Iterator[Finding]:
     value = f"{known.version} with {known.linked}"
     if known.error:
         value = f"{known.version} loads no MPI: {known.error}"
-        advice = "This launcher needs one for several nodes: load the site's MPI module"
-        yield finding("mpi4py", "ok" if node.launcher in SAME_ID else "warning", value, advice)
+        if node.launcher in SAME_ID:
+            yield finding("mpi4py", "ok", value)
+        else:
+            advice = "This launcher needs one for several nodes: load the site's MPI module"
+            yield finding("mpi4py", "warning", value, advice)
     elif not re.search(wanted, known.linked):
         value += f", started by the mpirun of {wanted.replace('|', ' or ')}"
         advice = "The ranks may not meet: use the mpirun of mpi4py's MPI, or set MPI4PY_MPIABI"
